@@ -1,0 +1,54 @@
+"""A proposed forward pass and, once it was accepted, its artifact: both addressed by digest.
+
+The digest covers the source text and the parameters, nothing else: the same code proposed twice is the same
+candidate, whoever proposed it.
+"""
+
+from pydantic.dataclasses import dataclass
+
+from tkcc.api.codec import BORDER, canonical_json, sha256_hex
+from tkcc.api.workload import Workload
+
+
+def candidate_digest(source: str, params: dict[str, int | str | bool]) -> str:
+    """SHA-256 hex over the source (newlines normalised, trailing blanks cut) and the canonical parameters."""
+    lines = [line.rstrip() for line in source.replace("\r\n", "\n").split("\n")]
+    return sha256_hex(canonical_json({"source": "\n".join(lines).strip() + "\n", "params": params}))
+
+
+@dataclass(frozen=True, config=BORDER)
+class Candidate:
+    """One Python module with `build(spec, weights, cells) -> ForwardPass` (see tkcc.models.forward)."""
+
+    source: str
+    params: dict[str, int | str | bool]  # read by the module as `spec.params`
+    hypothesis: str = ""  # why it should be faster: for people and for the message board
+    parents: tuple[str, ...] = ()  # digests
+    operators: tuple[str, ...] = ()  # names of the rewrite operators that made it
+    origin: str = ""  # which proposer; never sent to a judge
+
+    @property
+    def digest(self) -> str:
+        return candidate_digest(self.source, self.params)
+
+
+@dataclass(frozen=True, config=BORDER)
+class Artifact:
+    """The manifest of an accepted candidate. In the cluster: an immutable ConfigMap `tkcc-artifact-<digest[:16]>` with
+    the keys `manifest.json` (this), `candidate.py` (the source) and `report.json` (the slow tier's report)."""
+
+    digest: str
+    params: dict[str, int | str | bool]
+    model_digest: str  # of the weights and configuration it was judged on
+    engine_version: str
+    device: str  # "cpu: <model name>" or the GPU's name
+    dtype: str
+    workload: Workload
+    workload_digest: str
+    verdict: str  # "Pass"; "Unjudged" for one made by hand
+    judge_version: str
+    judge_source_hash: str
+    traffic_source: str  # Recording.source
+    parent: str = ""  # digest of the incumbent it beat
+    hypothesis: str = ""
+    gain_milli: int = 0  # time saved per output token against the baseline revision, thousandths

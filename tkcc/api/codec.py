@@ -18,7 +18,7 @@ BORDER = ConfigDict(alias_generator=to_camel, populate_by_name=True, extra="forb
 
 
 @cache
-def _adapter(cls: type[T]) -> TypeAdapter[T]:
+def _adapter(cls: Any) -> TypeAdapter[Any]:
     return TypeAdapter(cls)
 
 
@@ -41,7 +41,8 @@ def canonical_json(data: Any) -> str:
 def from_dict(cls: type[T], data: Any) -> T:
     """Parse a mapping. Raises ValueError that names each bad field and what was expected there."""
     try:
-        return _adapter(cls).validate_python(data)
+        value: T = _adapter(cls).validate_python(data)
+        return value
     except ValidationError as err:
         raise ValueError(f"not a valid {cls.__name__}: {_problems(err)}") from err
 
@@ -49,14 +50,16 @@ def from_dict(cls: type[T], data: Any) -> T:
 def from_json(cls: type[T], text: str | bytes) -> T:
     """Parse JSON text. Raises ValueError that names each bad field and what was expected there."""
     try:
-        return _adapter(cls).validate_json(text)
+        value: T = _adapter(cls).validate_json(text)
+        return value
     except ValidationError as err:
         raise ValueError(f"not a valid {cls.__name__}: {_problems(err)}") from err
 
 
 def _problems(err: ValidationError) -> str:
     return "; ".join(
-        f"{'.'.join(str(part) for part in e['loc']) or '(whole)'}: {e['msg']}" for e in err.errors(include_url=False)[:5]
+        f"{'.'.join(str(part) for part in e['loc']) or '(whole)'}: {e['msg']}"
+        for e in err.errors(include_url=False)[:5]
     )
 
 

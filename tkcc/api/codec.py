@@ -6,7 +6,6 @@ process is the digest made in every other. Errors of parsing are `ValueError`s t
 
 import hashlib
 import json
-from functools import cache
 from typing import Any, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -17,9 +16,14 @@ T = TypeVar("T")
 BORDER = ConfigDict(alias_generator=to_camel, populate_by_name=True, extra="forbid", ser_json_inf_nan="strings")
 
 
-@cache
-def _adapter(cls: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(cls)
+_ADAPTERS: dict[type[Any], TypeAdapter[Any]] = {}  # making one costs milliseconds; functools.cache confuses mypy here
+
+
+def _adapter(cls: type[Any]) -> TypeAdapter[Any]:
+    adapter = _ADAPTERS.get(cls)
+    if adapter is None:
+        adapter = _ADAPTERS[cls] = TypeAdapter(cls)
+    return adapter
 
 
 def to_dict(value: object) -> dict[str, Any]:

@@ -222,7 +222,7 @@ class RecompilationSpec:
         default_factory=ProposerSpec,
         json_schema_extra=cel(
             (
-                "(self.type == 'Scripted') == (self.scriptConfigMap != '')",
+                "(self.type == 'Scripted') == (has(self.scriptConfigMap) && self.scriptConfigMap != '')",
                 "proposer.scriptConfigMap is set with type Scripted, and only then",
             )
         ),
@@ -264,7 +264,7 @@ class RolloutSpec:
             **ATOMIC_LIST,
             **cel(
                 (
-                    "self.all(i, self.filter(j, j == i).size() == 1) && self == self.sort()",
+                    "self.isSorted() && self.all(i, self.exists_one(j, j == i))",
                     "rollout.steps must ascend, each weight once, like [25, 50]",
                 )
             ),
@@ -309,7 +309,7 @@ class Spec:
                 "rollout.stepDeadline must not be longer than progressDeadline",
             ),
             (
-                "self.approval != 'None' || self.approvedArtifact == ''",
+                "self.approval != 'None' || !has(self.approvedArtifact) || self.approvedArtifact == ''",
                 "rollout.approvedArtifact needs approval BeforeCanary or BeforePromote",
             ),
         ),

@@ -129,6 +129,8 @@ class MetricAnalysis:
 
 @dataclass(frozen=True, config=BORDER)
 class RolloutStatus:
+    """The way of one artifact into service, or back out."""
+
     artifact: ArtifactRef
     source: Source
     spec_digest: Annotated[str, Field(max_length=64, description="Of the part of spec that a rollout depends on.")]

@@ -52,6 +52,7 @@ class RunSpec:
     trigger: Trigger
     model: ModelSpec
     trigger_token: Str64 = ""
+    hit_ratio_known: bool = Field(default=True, description="False while caches were filling.")
     window_start: Timestamp | None = Field(default=None, description="Recorded requests are taken from here ...")
     window_end: Timestamp | None = Field(default=None, description="... to here: the window that drifted.")
     engine: EngineSpec = field(default_factory=EngineSpec)

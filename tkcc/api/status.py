@@ -38,7 +38,17 @@ class Source(StrEnum):
 
 
 @dataclass(frozen=True, config=BORDER)
+class Point:
+    """A workload as drift sees it."""
+
+    prompt_tokens: Annotated[int, Field(ge=0, description="Mean of a request.")]
+    hit_ratio_milli: int | None = Field(default=None, description="Token-weighted; absent where caches were filling.")
+
+
+@dataclass(frozen=True, config=BORDER)
 class Revision:
+    """An artifact in service, or on its way there."""
+
     artifact: ArtifactRef = BASELINE
     name: str = Field(default=BASELINE, max_length=16, description="Short form of the digest.")
     digest: str = Field(default="", max_length=64, description="As the pods report it, for `baseline` too.")
@@ -46,14 +56,8 @@ class Revision:
     run: Str63 = ""
     speedup: str = Field(default="", max_length=16, description="Against the built-in forward pass, like 1.25x.")
     promoted_at: Timestamp | None = None
-
-
-@dataclass(frozen=True, config=BORDER)
-class Point:
-    """A workload as drift sees it."""
-
-    prompt_tokens: Annotated[int, Field(ge=0, description="Mean of a request.")]
-    hit_ratio_milli: int | None = Field(default=None, description="Token-weighted; absent where caches were filling.")
+    workload: Point | None = Field(default=None, description="What it was compiled or chosen for.")
+    workload_digest: Str64 = ""
 
 
 @dataclass(frozen=True, config=BORDER)
@@ -78,6 +82,11 @@ class DriftStatus:
     long_distance_milli: int | None = None
     short_distance_milli: int | None = None
     ticks: int = Field(default=0, description="Consecutive ticks above distance 1.")
+    drifted: bool = Field(default=False, description="Clears below distance 0.7, or with a new plan.")
+    signal: str = Field(
+        default="", max_length=64, description="PromptLengthShifted, PrefixCacheHitRateShifted or both."
+    )
+    detected_at: Timestamp | None = None
     nearest_plan: Str64 = ""
     tick_at: Timestamp | None = None
     evidence_since: Timestamp | None = Field(default=None, description="Ticks before this do not count.")
@@ -136,19 +145,17 @@ class RolloutStatus:
     spec_digest: Annotated[str, Field(max_length=64, description="Of the part of spec that a rollout depends on.")]
     started_at: Timestamp
     step_since: Timestamp
-    name: str = Field(default="", max_length=16)
-    run: Str63 = ""
-    workload: Point | None = None
-    workload_digest: Str64 = ""
-    speedup: str = Field(default="", max_length=16)
     step: int = Field(default=0, ge=0)
     total_steps: int = Field(default=0, ge=0)
     desired_weight: int = Field(default=0, ge=0, le=100)
     observed_weight: int | None = None
     measured_since: Timestamp | None = Field(default=None, description="Requests that started from here on count.")
+    canary_requests_before: int = Field(default=0, description="Started at the canary's pods by measuredSince.")
+    stable_requests_before: int = Field(default=0, description="The same of the stable pods.")
     measurement: int = Field(default=0, ge=0, description="Of this step.")
     failures: int = Field(default=0, ge=0, description="Failed measurements of this step.")
     analysis: tuple[MetricAnalysis, ...] = Field(default=(), max_length=8, json_schema_extra=list_map("metric"))
+    awaiting_approval: bool = Field(default=False, description="All steps passed; waits for approvedArtifact.")
     abort_reason: Str64 = ""
     abort_message: str = Field(default="", max_length=1024)
 

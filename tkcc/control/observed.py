@@ -31,6 +31,7 @@ class PodSeen:
     baseline_digest: str = ""
     model_digest: str = ""
     engine_version: str = ""
+    requests_started: int | None = None  # counter of its process, as just scraped
     restarts: int = 0
     waiting_reason: str = ""  # of a container that waits: ImagePullBackOff, CrashLoopBackOff, ...
     unschedulable: str = ""  # message of PodScheduled=False
@@ -112,6 +113,7 @@ class Observed:
     probes: tuple[ProbeSeen, ...] = ()  # the latest of each pod and prompt
     missing: tuple[MissingReference, ...] = ()
     scrape_errors: tuple[str, ...] = ()  # of the last round, one a pod that could not be read
+    operator_error: str = ""  # why the turn before this one failed
 
 
 @dataclass(frozen=True)

@@ -56,3 +56,4 @@ class Recording:
     block_tokens: int
     source: str  # "recorded" (served by our pods) or "synthetic" (made up from a Workload or read from a trace file)
     requests: tuple[RecordedRequest, ...]
+    started_at_ms: int = 0  # unix time of the first request's arrival, so that pods' recordings merge; 0 = unknown

@@ -110,23 +110,23 @@ async def test_each_request_is_sent_as_planned_on_a_connection_of_its_own(server
 async def test_times_are_of_the_first_and_the_following_tokens(server):
     server.token_s = 0.05
     (result,) = await _send(server, _requests(0.0, output_tokens=5))
-    assert 0.05 <= result.ttft_s < 0.15
-    assert 0.045 <= result.tpot_s < 0.1
+    assert 0.05 <= result.ttft_s < 0.5
+    assert 0.045 <= result.tpot_s < 0.2
 
 
 async def test_the_pace_is_the_traces_not_the_servers(server):
-    server.token_s = 0.1
+    server.token_s = 0.3
     results = await _send(server, _requests(0.0, 0.1, 0.2, output_tokens=5))
     starts = [result.started_at_s - results[0].started_at_s for result in results]
-    assert starts == pytest.approx([0.0, 0.1, 0.2], abs=0.05)
-    assert server.most_running == 3
+    assert all(start >= due - 0.02 for start, due in zip(starts, (0.0, 0.1, 0.2), strict=True))
+    assert server.most_running == 3  # a closed loop would have waited 1.5 s for each
 
 
 async def test_a_full_house_sends_late_and_says_so(server):
     server.token_s = 0.05
     results = await _send(server, _requests(0.0, 0.0, 0.0), target={"max_concurrency": 1})
     assert server.most_running == 1
-    assert [round(result.late_s, 1) for result in results] == pytest.approx([0.0, 0.15, 0.3], abs=0.11)
+    assert all(result.late_s >= least for result, least in zip(results, (0.0, 0.14, 0.29), strict=True))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,39 @@
+"""What a tier is told at its start, and the limits it holds candidates to."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+GIB = 1 << 30
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class TierLimits:
+    """Bounds on one candidate. Times are wall-clock seconds."""
+
+    build_s: float = 180.0  # import, build() and prepare() in the builder, the compiler included
+    load_s: float = 60.0  # import and build() in a runner, with everything compiled
+    prepare_s: float = 60.0
+    judgement_s: float = 900.0  # one judgement, whatever the judge does in it
+    memory_bytes: int = 12 * GIB
+    scratch_bytes: int = 256 * MIB
+    file_bytes: int = 128 * MIB
+    log_bytes: int = 4 * MIB  # written to stdout and stderr before it is killed for flooding
+    queue: int = 16  # judgements waiting
+    known: int = 4096  # candidates and reports remembered; the oldest are forgotten
+
+
+@dataclass(frozen=True, slots=True)
+class TierConfig:
+    model_dir: Path
+    tier: str  # "fast" or "slow"
+    num_layers: int  # the model's first layers; 0 = all
+    dtype: str  # "float32" or "bfloat16"
+    num_threads: int
+    token: str
+    cache_dir: Path  # builds, by digest
+    judge_command: tuple[str, ...]  # started with --channel-fd N; the engine knows nothing else of the judge
+    num_spares: int = 1
+    device: str = "cpu"
+    is_confined: bool = True
+    limits: TierLimits = field(default_factory=TierLimits)

@@ -1,0 +1,335 @@
+"""Runners: forked ahead of need, watched, and always killed after use.
+
+It decides what bounds a candidate's process from outside (memory, scratch files, output) and what its end is called. It
+does not talk to runners: the judge does, and for builds the supervisor.
+"""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import sys
+from collections import deque
+from collections.abc import Coroutine
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tkcc.engine.tier import arena, channel
+from tkcc.engine.tier.arena import Geometry, Layout
+from tkcc.engine.tier.channel import Message
+from tkcc.engine.tier.config import TierConfig
+from tkcc.engine.tier.link import Link, child_environment, start_child, stop_child
+from tkcc.engine.tier.sandbox import Limits, Profile
+
+FORKSERVER_START_S = 120.0
+FORK_S = 20.0
+EXIT_S = 10.0
+EXIT_REPORT_S = 1.0
+WATCH_INTERVAL_S = 0.25
+LOG_TAIL_BYTES = 2048
+
+
+class PoolError(Exception):
+    """A runner could not be had."""
+
+
+@dataclass(slots=True)
+class Runner:
+    """One candidate's process, seen from the supervisor."""
+
+    id: int
+    pid: int
+    pidfd: int
+    control: socket.socket  # the driver's end
+    step_fd: int
+    kv_fd: int
+    log_fd: int
+    scratch: Path
+    generation: int
+    log: bytearray = field(default_factory=bytearray)
+    logged_bytes: int = 0
+    exit_code: int | None = None
+    killed_for: str = ""
+    exited: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def end(self) -> str:
+        """How it ended, for people; empty while it lives."""
+        if self.killed_for:
+            return self.killed_for
+        if self.exit_code is None:
+            return ""
+        if self.exit_code < 0:
+            return f"killed by {signal.Signals(-self.exit_code).name}"
+        return f"exited with code {self.exit_code}"
+
+    def log_tail(self) -> str:
+        return bytes(self.log[-LOG_TAIL_BYTES:]).decode(errors="replace")
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerKind:
+    """What all runners of one workload are told; `spec` is RunnerSpec as JSON."""
+
+    spec: dict[str, Any]
+    geometry: Geometry
+    kv: Layout
+    step: Layout
+
+
+class Pool:
+    def __init__(self, config: TierConfig, weights_fd: int, weights_bytes: int) -> None:
+        self._config = config
+        self._weights_fd, self._weights_bytes = weights_fd, weights_bytes
+        self.kind: RunnerKind | None = None
+        self._generation = 0
+        self._next_id = 0
+        self._waiting: dict[int, asyncio.Future[Message]] = {}
+        self._runners: dict[int, Runner] = {}
+        self._spares: deque[Runner] = deque()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._ready = asyncio.Event()
+        self.num_kills = 0
+
+    # --- the forkserver ---
+
+    async def start(self) -> None:
+        """Raises PoolError when the forkserver does not come up."""
+        command = [sys.executable, "-m", "tkcc.engine.tier", "forkserver", "--threads", str(self._config.num_threads)]
+        self._process, sock = await start_child(command, child_environment())
+        self._link = Link(sock, self._on_message, self._on_close)
+        try:
+            await asyncio.wait_for(self._ready.wait(), FORKSERVER_START_S)
+        except TimeoutError:
+            raise PoolError("the forkserver did not come up") from None
+        self._spawn_task(self._watch())
+
+    def _on_message(self, message: Message) -> None:
+        match message.op:
+            case "ready":
+                self._ready.set()
+            case "forked":
+                self._waiting.pop(message.body["id"]).set_result(message)
+            case "exited":
+                for runner in self._runners.values():
+                    if runner.pid == message.body["pid"]:
+                        runner.exit_code = message.body["code"]
+                        runner.exited.set()
+
+    def _on_close(self) -> None:
+        """The forkserver is gone and, by their parent-death signal, so are all runners."""
+        for future in self._waiting.values():
+            future.set_exception(PoolError("the forkserver ended"))
+        self._waiting.clear()
+        for runner in self._runners.values():
+            runner.killed_for = runner.killed_for or "the forkserver ended"
+            runner.exited.set()
+        self._ready.set()
+
+    @property
+    def is_up(self) -> bool:
+        return self._ready.is_set() and self._link.is_open
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        for runner in list(self._runners.values()):
+            self._kill(runner, "")
+        self._link.close()
+        await stop_child(self._process)
+        for runner in list(self._runners.values()):
+            self._forget(runner)
+
+    # --- runners ---
+
+    async def configure(self, kind: RunnerKind) -> None:
+        """From now on runners are of this kind; spares of the old one are killed and made anew."""
+        self.kind = kind
+        self._generation += 1
+        while self._spares:
+            await self.retire(self._spares.popleft())
+        self._refill()
+
+    @property
+    def num_spares(self) -> int:
+        return len(self._spares)
+
+    async def take(self) -> Runner:
+        """A fresh runner, from the spares if there is one. Raises PoolError."""
+        while self._spares:
+            runner = self._spares.popleft()
+            if runner.exit_code is None and runner.generation == self._generation:
+                self._refill()
+                return runner
+            await self.retire(runner)
+        runner = await self._fork(None)
+        self._refill()
+        return runner
+
+    async def take_builder(self, build_dir: Path) -> Runner:
+        """A process that may start a compiler and write to `build_dir`. Raises PoolError."""
+        return await self._fork(build_dir)
+
+    async def retire(self, runner: Runner, is_gone: bool = False) -> str:
+        """Kill it, with all it started, and free what it held. Returns how it had ended, if it had.
+
+        is_gone: its socket was seen closing, so its exit is about to be reported.
+        """
+        if is_gone:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(runner.exited.wait(), EXIT_REPORT_S)
+        how = runner.end()
+        self._kill(runner, "")
+        try:
+            await asyncio.wait_for(runner.exited.wait(), EXIT_S)
+        except TimeoutError:
+            print(f"tkcc tier: runner {runner.pid} does not die", file=sys.stderr)
+        self._drain_log(runner)
+        self._forget(runner)
+        return how
+
+    def _refill(self) -> None:
+        if self.kind is not None and len(self._spares) < self._config.num_spares:
+            self._spawn_task(self._add_spare())
+
+    async def _add_spare(self) -> None:
+        generation = self._generation
+        try:
+            runner = await self._fork(None)
+        except PoolError:
+            return  # take() tries again and reports
+        if generation != self._generation or len(self._spares) >= self._config.num_spares:
+            await self.retire(runner)
+        else:
+            self._spares.append(runner)
+
+    async def _fork(self, build_dir: Path | None) -> Runner:
+        if self.kind is None:
+            raise PoolError("no workload yet")
+        if not self.is_up:
+            raise PoolError("the forkserver is down")
+        self._next_id += 1
+        runner_id = self._next_id
+        scratch = self._config.cache_dir / "scratch" / f"{os.getpid()}-{runner_id}"
+        scratch.mkdir(parents=True)
+        step_fd = arena.create("tkcc-step", self.kind.step.num_bytes)
+        kv_fd = arena.create("tkcc-kv", self.kind.kv.num_bytes)
+        for fd in (step_fd, kv_fd):
+            arena.fix_size(fd)
+        ours, theirs = channel.pair()
+        log_fd, log_write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        os.set_blocking(log_write_fd, True)
+        future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        self._waiting[runner_id] = future
+        body = {
+            "op": "spawn",
+            "id": runner_id,
+            "spec": self.kind.spec,
+            "profile": asdict(self._profile(scratch, build_dir)),
+            "env": child_environment(HOME=str(scratch), TMPDIR=str(scratch)),
+            "cwd": str(scratch),
+        }
+        try:
+            self._link.send(body, [theirs.fileno(), step_fd, kv_fd, self._weights_fd, log_write_fd])
+            message = await asyncio.wait_for(future, FORK_S)
+        except (channel.ChannelClosedError, TimeoutError) as err:
+            raise PoolError("the forkserver does not answer") from err
+        finally:
+            self._waiting.pop(runner_id, None)
+            theirs.close()
+            os.close(log_write_fd)
+        runner = Runner(
+            runner_id, message.body["pid"], message.fds[0], ours, step_fd, kv_fd, log_fd, scratch, self._generation
+        )
+        self._runners[runner_id] = runner
+        asyncio.get_running_loop().add_reader(log_fd, self._drain_log, runner)
+        return runner
+
+    def _profile(self, scratch: Path, build_dir: Path | None) -> Profile:
+        limits = self._config.limits
+        return Profile(
+            limits=Limits(memory_bytes=limits.memory_bytes, file_bytes=limits.file_bytes),
+            readable=(),
+            writable=(str(scratch),) if build_dir is None else (str(scratch), str(build_dir)),
+            can_start_processes=build_dir is not None,
+            is_confined=self._config.is_confined,
+        )
+
+    # --- bounds from outside ---
+
+    async def _watch(self) -> None:
+        """Memory and files that rlimits do not count: shared mappings, many small files."""
+        limits = self._config.limits
+        while True:
+            await asyncio.sleep(WATCH_INTERVAL_S)
+            for runner in list(self._runners.values()):
+                if runner.exit_code is not None or self.kind is None:
+                    continue
+                shared = self._weights_bytes + self.kind.kv.num_bytes + self.kind.step.num_bytes
+                if _resident_bytes(runner.pid) > limits.memory_bytes + shared:
+                    self._kill(runner, f"killed: more than {limits.memory_bytes >> 20} MiB of memory")
+                elif _tree_bytes(runner.scratch) > limits.scratch_bytes:
+                    self._kill(runner, f"killed: more than {limits.scratch_bytes >> 20} MiB of files")
+
+    def _drain_log(self, runner: Runner) -> None:
+        try:
+            data = os.read(runner.log_fd, 1 << 16)
+        except (BlockingIOError, OSError):
+            return
+        if not data:
+            asyncio.get_running_loop().remove_reader(runner.log_fd)
+            return
+        runner.logged_bytes += len(data)
+        runner.log = (runner.log + data)[-LOG_TAIL_BYTES:]
+        if runner.logged_bytes > self._config.limits.log_bytes and not runner.killed_for:
+            self._kill(runner, f"killed: wrote more than {self._config.limits.log_bytes >> 20} MiB to its output")
+
+    def kill(self, runner: Runner, reason: str) -> None:
+        """End it now; its driver sees the socket close."""
+        self._kill(runner, reason)
+
+    def _kill(self, runner: Runner, reason: str) -> None:
+        """The whole process group by pid; the leader by pidfd, which cannot hit anyone else."""
+        if runner.exit_code is None and reason and not runner.killed_for:
+            runner.killed_for = reason
+        self.num_kills += 1
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(runner.pid, signal.SIGKILL)
+        if runner.exit_code is None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(runner.pidfd, signal.SIGKILL)
+
+    def _forget(self, runner: Runner) -> None:
+        if self._runners.pop(runner.id, None) is None:
+            return
+        asyncio.get_running_loop().remove_reader(runner.log_fd)
+        runner.control.close()
+        for fd in (runner.pidfd, runner.step_fd, runner.kv_fd, runner.log_fd):
+            os.close(fd)
+        shutil.rmtree(runner.scratch, ignore_errors=True)
+
+    def _spawn_task(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _resident_bytes(pid: int) -> int:
+    try:
+        with open(f"/proc/{pid}/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+def _tree_bytes(path: Path) -> int:
+    total = 0
+    for root, _, names in os.walk(path):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(root, name)).st_blocks * 512
+            except OSError:
+                continue
+    return total

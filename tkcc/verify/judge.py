@@ -1,0 +1,241 @@
+"""The judge: takes a workload and an incumbent, then candidates; its word is a Report.
+
+It has the reference, the seeds and the only clock, and never learns who proposed a candidate.
+"""
+
+import math
+import os
+import secrets
+import time
+from collections import deque
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from tkcc.api.report import AlphaTicket, CellReport, Outcome, Report
+from tkcc.api.workload import Recording
+from tkcc.models import llama
+from tkcc.models.forward import BuildSpec
+from tkcc.stats.eprocess import bootstrap_log_ratio, median
+from tkcc.verify import challenge, correctness, errors, reference, roofline, speed
+from tkcc.verify.executor import CPU, Local
+from tkcc.verify.link import SupervisorError, SupervisorLink
+from tkcc.verify.model import TierModel, permuted
+from tkcc.verify.replay import ServingLimits
+from tkcc.verify.speed import Agreement, SpeedTest, Timing
+from tkcc.verify.trial import ReadyChallenge, RefusalError, Runners, SpeedTrial, above_roofline, blame, try_correctness
+from tkcc.verify.workload import Plan, fit_cost, make_plan
+
+REFERENCE_SHARE_S = {"fast": 2.0, "slow": 12.0}  # what the reference may take per challenge set
+MIN_CHALLENGE_TOKENS, MAX_CHALLENGE_TOKENS = 400, 6000
+CHALLENGES_AHEAD = 2
+AA_PAIRS = 10
+FIRST_STEP_S = 30.0  # a step's deadline before anything was measured
+
+
+@dataclass(slots=True)
+class Contest:
+    """What stands once a workload and an incumbent are there."""
+
+    digest: str
+    trial: SpeedTrial
+    noise_floor: float
+    calibration: dict[str, Any]
+
+
+class Judge:
+    def __init__(self, link: SupervisorLink, model: TierModel, tier: str, load_s: float, prepare_s: float) -> None:
+        self.link, self.model, self.tier = link, model, tier
+        self.load_s, self.prepare_s = load_s, prepare_s
+        self.device = roofline.measure(model.dtype)
+        self.plan: Plan | None = None
+        self.contest: Contest | None = None
+        self.challenges: deque[ReadyChallenge] = deque()
+
+    # --- workload and incumbent ---
+
+    def take_workload(self, recording: Recording) -> Plan:
+        """Steps, cells and challenge size of these requests. Raises RefusalError if the judge itself is not fit."""
+        model = self.model
+        limits = replace(ServingLimits(), max_positions=min(2048, model.config.max_positions))
+        weights = model.everything
+        cost_s = fit_cost(model.config, weights, model.dtype, model.threads, limits, recording.block_tokens)
+        tokens = self._challenge_tokens()
+        self.contest = None
+        self.challenges.clear()
+        self.plan = make_plan(model.config, recording, limits, cost_s, tokens, secrets.randbits(62))
+        self.baseline = Local(model.config, weights, model.dtype, self.plan.geometry, model.threads)
+        self._prove_reordering_passes()
+        return self.plan
+
+    def _challenge_tokens(self) -> int:
+        probe = torch.zeros(64, dtype=torch.int64)
+        one_above = reference.ONE_ABOVE[self.model.dtype]
+        start = time.perf_counter()
+        reference.run(self.model.config, self.model.everything, one_above, [probe], [(0, 63)])
+        tokens = int(REFERENCE_SHARE_S[self.tier] * len(probe) / (time.perf_counter() - start))
+        return max(MIN_CHALLENGE_TOKENS, min(MAX_CHALLENGE_TOKENS, tokens))
+
+    def _prove_reordering_passes(self) -> None:
+        """Limits that refuse a right build would refuse every candidate."""
+        ready = self._make_challenge()
+        model, plan = self.model, self._need_plan()
+        weights = permuted({**model.weights, **ready.set.norms}, model.config, secrets.randbits(62))
+        build = Local(model.config, weights, model.dtype, plan.geometry, model.threads)
+        run = correctness.run(build, ready.set, secrets.randbits(62), 0.0)
+        failure = errors.failure(run.errors, ready.limits)
+        if failure:
+            raise RefusalError(Outcome.QUARANTINED, f"a reordered but equal build fails the limits: {failure}")
+        limits = ready.limits
+        kv = max(limit / scale for limit, scale in zip(limits.kv_l, limits.kv_scale_l, strict=True))
+        self.agreement = Agreement(
+            speed.AGREEMENT_FACTOR * limits.logits.max / limits.logit_scale, speed.AGREEMENT_FACTOR * kv
+        )
+
+    def take_incumbent(self, digest: str) -> Contest:
+        """Run it against itself in another process: what differs is noise. Raises RefusalError, SupervisorError."""
+        plan = self._need_plan()
+        runners = Runners(self.link, self.model, plan.geometry, self.load_s, self.prepare_s)
+        deadlines = [FIRST_STEP_S] * len(plan.cells)
+        trial = SpeedTrial(runners, self.baseline, plan.cells, self.agreement, deadlines, self._progress)
+        timing = Timing.of(plan.cells)
+        with runners.open(digest) as a, runners.open(digest) as b, blame(b, incumbent=a):
+            pairing = trial.pair(a, b, timing)
+            for _ in range(AA_PAIRS):
+                pairing.run_pair(lambda _: FIRST_STEP_S)
+        logs = [math.log(a / b) for a, b in timing.pairs]
+        centre = median(logs)
+        sigma = 1.4826 * median([abs(x - centre) for x in logs])
+        # a median of n has 1.2533 sigma / sqrt(n); 1.96 for two-sided 95 %
+        noise_floor = abs(centre) + 1.96 * 1.2533 * sigma / math.sqrt(len(logs))
+        trial.step_s = [median(times.incumbent_s) for times in timing.cells]
+        self._weigh_cells(trial)
+        calibration = {
+            "aaLogRatio": centre,
+            "aaPairSigma": sigma,
+            "readGbPerS": self.device.read_bytes_per_s / 1e9,
+            "gemmGflops": self.device.flops_per_s / 1e9,
+            "stepS": list(trial.step_s),
+            "challengeTokens": self.plan.challenge.long_tokens if self.plan else 0,
+        }
+        self.contest = Contest(digest, trial, noise_floor, calibration)
+        return self.contest
+
+    def _weigh_cells(self, trial: SpeedTrial) -> None:
+        """Shares of the time as measured, in place of the cost model's."""
+        spent = [cell.count * s for cell, s in zip(trial.cells, trial.step_s, strict=True)]
+        trial.cells = [
+            replace(cell, cell=replace(cell.cell, weight_ratio=s / sum(spent)))
+            for cell, s in zip(trial.cells, spent, strict=True)
+        ]
+
+    # --- challenges ---
+
+    def _make_challenge(self) -> ReadyChallenge:
+        model, plan = self.model, self._need_plan()
+        made = challenge.make(
+            model.config, model.weights, model.norms, model.dtype, plan.challenge, secrets.randbits(62)
+        )
+        spec = BuildSpec(
+            model.config, model.dtype, CPU, plan.geometry.block_tokens, plan.geometry.num_blocks, model.threads
+        )
+        self.baseline.forward = llama.build(spec, {**model.weights, **made.norms}, ())
+        run = correctness.run(self.baseline, made, secrets.randbits(62), 0.0)
+        logit_scale, kv_scales = correctness.scales(made)
+        limits = errors.limits(run.errors, logit_scale, kv_scales, model.dtype)
+        return ReadyChallenge(made, limits, max(run.step_s))
+
+    @property
+    def can_work_ahead(self) -> bool:
+        return self.contest is not None and len(self.challenges) < CHALLENGES_AHEAD
+
+    def work_ahead(self) -> None:
+        """Make one challenge set. Everything else on this core goes first."""
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        try:
+            self.challenges.append(self._make_challenge())
+        finally:
+            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+
+    # --- a candidate ---
+
+    def judge(self, digest: str, stage: str, ticket: AlphaTicket) -> Report:
+        contest = self.contest
+        if contest is None:
+            return Report(digest, "", self.tier, Outcome.EXPIRED, "no incumbent yet", ticket_id=ticket.id)
+        report = Report(
+            digest, contest.digest, self.tier, Outcome.EXPIRED, "", noise_floor=contest.noise_floor,
+            ticket_id=ticket.id, environment=self._environment(stage),
+        )  # fmt: skip
+        phases: dict[str, float] = {}
+        try:
+            if stage != "estimate":
+                self._progress(0, "CORRECTNESS")
+                ready = self.challenges.popleft() if self.challenges else self._make_challenge()
+                found = try_correctness(contest.trial.runners, digest, ready, phases)
+                report = replace(report, correctness=found, phases_s=phases, reload_s=sum(phases.values()))
+                if not found.passed:
+                    raise RefusalError(Outcome.WRONG, found.failure)
+            self._progress(0, "SPEED")
+            decision, test, timing = contest.trial.run(contest.digest, digest, ticket, stage == "estimate")
+            report = self._with_timing(report, test, timing)
+            return self._verdict(report, contest, decision, timing, ticket)
+        except RefusalError as refusal:
+            return replace(report, outcome=refusal.outcome, reason=refusal.reason)
+        except SupervisorError as err:
+            return replace(report, outcome=Outcome.EXPIRED, reason=str(err))
+
+    def _verdict(self, report: Report, contest: Contest, decision: str, timing: Timing, ticket: AlphaTicket) -> Report:
+        gain = f"{100 * math.expm1(report.log_gain):+.1f} %"
+        alarm = above_roofline(contest.trial, self.device, timing)
+        if alarm:
+            return replace(report, outcome=Outcome.QUARANTINED, reason=alarm)
+        if decision == "regressed":
+            cell, log_gain = timing.worst_cell()
+            name = f"{cell.cell.cell.phase} batch {cell.cell.cell.batch} context {cell.cell.cell.context_tokens}"
+            reason = f"{gain} overall, but {name} is {100 * math.expm1(log_gain):.1f} %; at most -1 % is allowed"
+            return replace(report, outcome=Outcome.REGRESSED, reason=reason)
+        if decision == "futile":
+            reason = f"{gain} in {report.pairs} pairs, e-value {report.e_value:.3g} < {1 / ticket.alpha:.3g}"
+            return replace(report, outcome=Outcome.FUTILE, reason=reason)
+        if not report.log_gain > contest.noise_floor:
+            reason = f"{gain} is within this tier's noise floor of {100 * math.expm1(contest.noise_floor):.1f} %"
+            return replace(report, outcome=Outcome.FUTILE, reason=reason)
+        return replace(report, outcome=Outcome.ACCEPTED, reason=f"{gain} in {report.pairs} pairs")
+
+    def _with_timing(self, report: Report, test: SpeedTest, timing: Timing) -> Report:
+        overall = timing.gain(secrets.randbits(31))
+        cells = []
+        for times in timing.cells:
+            gain = bootstrap_log_ratio(times.pairs(), secrets.randbits(31))
+            c, took = times.cell.cell, (1e6 * median(times.incumbent_s), 1e6 * median(times.candidate_s))
+            shape = (c.phase, c.batch, c.new_tokens, c.context_tokens, c.weight_ratio)
+            cells.append(CellReport(*shape, len(times.incumbent_s), *took, *gain))
+        return replace(
+            report,
+            cells=tuple(cells),
+            pairs=len(timing.pairs),
+            e_value=min(test.process.e_value, 1e300),
+            log_gain=overall.median,
+            log_gain_low=overall.low,
+            log_gain_high=overall.high,
+        )
+
+    def _environment(self, stage: str) -> dict[str, str]:
+        return {
+            "stage": stage,
+            "device": roofline.device_name(),
+            "torch": torch.__version__,
+            "dtype": self.model.dtype_name,
+            "threads": str(self.model.threads),
+            "cpus": ",".join(map(str, sorted(os.sched_getaffinity(0)))),
+            "load_1min": f"{os.getloadavg()[0]:.2f}",
+        }
+
+    def _need_plan(self) -> Plan:
+        assert self.plan is not None, "no workload yet"
+        return self.plan
+
+    def _progress(self, pairs: int, state: str = "SPEED") -> None:
+        self.link.send("progress", state=state, pairs=pairs)

@@ -1,0 +1,61 @@
+"""What this device can do at most: a result beyond it is a fault of the measurement, not a fast candidate."""
+
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from tkcc.engine.step import StepBatch, StepKind
+from tkcc.models.forward import ModelConfig
+
+READ_BYTES = 256 << 20
+GEMM_SIZE = 768
+# A candidate may keep weights in any form whose outputs stay as exact as asked; below one byte a weight none can.
+LEAST_BYTES_PER_WEIGHT = 1.0
+# The measured matrix rate is one library's; leave room for a better one.
+GEMM_MARGIN = 2.5
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    read_bytes_per_s: float
+    flops_per_s: float
+
+
+def measure(dtype: torch.dtype) -> Device:
+    """Best of a few: streaming reads from memory, and a square matrix product."""
+    buffer = torch.ones(READ_BYTES // 4, dtype=torch.float32)
+    read_s = min(_timed(buffer.sum) for _ in range(4))
+    a = torch.ones(GEMM_SIZE, GEMM_SIZE, dtype=dtype)
+    gemm_s = min(_timed(lambda: a @ a) for _ in range(6))
+    return Device(READ_BYTES / read_s, 2 * GEMM_SIZE**3 / gemm_s)
+
+
+def least_s(config: ModelConfig, device: Device, step: StepBatch) -> float:
+    """No right forward pass of this step can take less."""
+    d, D = config.hidden_size, config.head_dim
+    qkv = (config.num_heads + 2 * config.num_kv_heads) * D * d
+    layer = qkv + config.num_heads * D * d + 3 * config.intermediate_size * d
+    head = config.vocab_size * d
+    read_s = LEAST_BYTES_PER_WEIGHT * (config.num_layers * layer + head) / device.read_bytes_per_s
+    rows = len(step.requests) if step.kind is StepKind.PREFILL else step.num_tokens
+    flops = 2 * (config.num_layers * layer * step.num_tokens + head * rows)
+    return max(read_s, flops / (GEMM_MARGIN * device.flops_per_s))
+
+
+def device_name() -> str:
+    """As artifacts name it: "cpu: <model name>"."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            names = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
+    except OSError:
+        names = []
+    return f"cpu: {names[0] if names else platform.machine()}"
+
+
+def _timed(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start

@@ -1,0 +1,195 @@
+"""Paired timing of a candidate against the live incumbent, and the decision on its signs.
+
+A pair is one round over all cells: in each, the same recorded steps with fresh tokens and fresh page tables run on both
+runners, in random order, by this process's clock; the outputs of every timed step are compared. The pair's unit is the
+workload's time, so a gain is what users would see, not a mean of cells.
+"""
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from tkcc.engine.step import StepBatch, StepRequest
+from tkcc.models.forward import KVCache
+from tkcc.stats.eprocess import Interval, SignEProcess, bootstrap_log_ratio, median
+from tkcc.verify import errors
+from tkcc.verify.cells import TimedCell
+from tkcc.verify.executor import Executor, kv_at, slots_of
+
+MIN_UNIT_S = 0.005  # shorter steps are repeated within a unit: a clock call and a wake-up cost some 50 us
+MAX_REPEATS = 16
+FUTILITY_ALPHA = 0.05
+CELL_REGRESS_LIMIT = 0.01
+AGREEMENT_FACTOR = 4.0  # two right results may be this times the limit of one apart
+
+
+class WrongOutputError(Exception):
+    """A timed step's output is not what the incumbent computed on the same inputs."""
+
+
+@dataclass(slots=True)
+class CellTimes:
+    cell: TimedCell
+    incumbent_s: list[float] = field(default_factory=list)  # per step, one entry a pair
+    candidate_s: list[float] = field(default_factory=list)
+
+    def pairs(self) -> list[tuple[float, float]]:
+        return list(zip(self.incumbent_s, self.candidate_s, strict=True))
+
+
+@dataclass(slots=True)
+class Timing:
+    """What was measured; pairs of the workload's time, (incumbent, candidate), in seconds."""
+
+    cells: list[CellTimes]
+    pairs: list[tuple[float, float]] = field(default_factory=list)
+
+    @staticmethod
+    def of(cells: Sequence[TimedCell]) -> "Timing":
+        return Timing([CellTimes(cell) for cell in cells])
+
+    def gain(self, seed: int) -> Interval:
+        return bootstrap_log_ratio(self.pairs, seed)
+
+    def worst_cell(self) -> tuple[CellTimes, float]:
+        """The cell with the smallest median log-gain."""
+        gains = [(times, log_gain(times.pairs())) for times in self.cells]
+        return min(gains, key=lambda g: g[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """How far a timed output may be from the incumbent's, as a share of the output's RMS."""
+
+    logits_ratio: float
+    kv_ratio: float
+
+
+class Pairing:
+    """Two executors with equal KV caches, and the fresh inputs that both are given."""
+
+    def __init__(
+        self,
+        incumbent: Executor,
+        candidate: Executor,
+        timing: Timing,
+        agreement: Agreement,
+        vocab_size: int,
+        seed: int,
+    ) -> None:
+        self.incumbent, self.candidate = incumbent, candidate
+        self.agreement, self.vocab_size = agreement, vocab_size
+        self.timing = timing
+        self.rng = random.Random(seed)
+        self.num_blocks = incumbent.kv.k_lnksd.shape[1]
+        self.block_tokens = incumbent.kv.k_lnksd.shape[3]
+        self.repeats = [1] * len(timing.cells)
+
+    def warm_up(self, timeout_s: float) -> None:
+        """Every cell once on both, untimed but compared; sets how often short steps repeat."""
+        for i, cell in enumerate(self.timing.cells):
+            slow_s = min(self._unit(cell.cell, 1, timeout_s))
+            self.repeats[i] = min(MAX_REPEATS, max(1, math.ceil(MIN_UNIT_S / slow_s)))
+
+    def run_pair(self, timeout_s: Callable[[int], float]) -> tuple[float, float]:
+        """One round over all cells; returns the workload's (incumbent, candidate) seconds."""
+        totals = [0.0, 0.0]
+        for i, times in enumerate(self.timing.cells):
+            a_s, b_s = self._unit(times.cell, self.repeats[i], timeout_s(i))
+            times.incumbent_s.append(a_s)
+            times.candidate_s.append(b_s)
+            totals[0] += times.cell.count * a_s
+            totals[1] += times.cell.count * b_s
+        self.timing.pairs.append((totals[0], totals[1]))
+        return totals[0], totals[1]
+
+    def _unit(self, cell: TimedCell, repeats: int, timeout_s: float) -> tuple[float, float]:
+        """Mean seconds of a step on each; the same steps, one runner after the other, in random order."""
+        steps = [self._fresh(self.rng.choice(cell.steps)) for _ in range(repeats)]
+        outputs = {}
+        times = {}
+        order = [(0, self.incumbent), (1, self.candidate)]
+        self.rng.shuffle(order)
+        for side, executor in order:
+            total_s, found = 0.0, []
+            for k, step in enumerate(steps):
+                result = executor.step(step, timeout_s, reuse_inputs=k % 2 == 1)
+                total_s += result.elapsed_s
+                found.append((result.logits_bv, kv_at(executor.kv, slots_of(step, self.block_tokens))))
+            outputs[side], times[side] = found, total_s / repeats
+        for (logits_a, kv_a), (logits_b, kv_b) in zip(outputs[0], outputs[1], strict=True):
+            self._compare("logits", logits_a, logits_b, self.agreement.logits_ratio)
+            for name, a, b in zip("KV", kv_a, kv_b, strict=True):
+                self._compare(name, a, b, self.agreement.kv_ratio)
+        return times[0], times[1]
+
+    def _compare(self, name: str, a: torch.Tensor, b: torch.Tensor, ratio: float) -> None:
+        apart = float((a.double() - b.double()).abs().max())
+        allowed = ratio * errors.rms(a)
+        if not apart <= allowed:
+            raise WrongOutputError(f"{name} of a timed step differ by {apart:.3g}, allowed is {allowed:.3g}")
+
+    def _fresh(self, step: StepBatch) -> StepBatch:
+        """The step with other tokens in other blocks; blocks that requests share stay shared.
+
+        One of the blocks gets other content, so that nothing remembered about a block stays true.
+        """
+        used = sorted({block for r in step.requests for block in r.blocks})
+        where = dict(zip(used, self.rng.sample(range(1, self.num_blocks), len(used)), strict=True))
+        changed, source = self.rng.choice(list(where.values())), self.rng.randrange(1, self.num_blocks)
+        for executor in (self.incumbent, self.candidate):
+            executor.kv.k_lnksd[:, changed] = executor.kv.k_lnksd[:, source]
+            executor.kv.v_lnksd[:, changed] = executor.kv.v_lnksd[:, source]
+        requests = tuple(
+            StepRequest(
+                tokens=tuple(self.rng.randrange(self.vocab_size) for _ in r.tokens),
+                start=r.start,
+                blocks=tuple(where[block] for block in r.blocks),
+            )
+            for r in step.requests
+        )
+        return StepBatch(step.kind, requests)
+
+
+def copy_kv(source: KVCache, executors: Sequence[Executor], seed: int) -> None:
+    """The same plausible content in every block of each executor's cache: blocks of `source`, drawn at random."""
+    num_blocks = executors[0].kv.k_lnksd.shape[1]
+    rng = torch.Generator().manual_seed(seed)
+    chosen_n = torch.randint(1, source.k_lnksd.shape[1], (num_blocks,), generator=rng)
+    for executor in executors:
+        for layer in range(source.k_lnksd.shape[0]):  # by layer: the gathered copy stays small
+            executor.kv.k_lnksd[layer] = source.k_lnksd[layer][chosen_n]
+            executor.kv.v_lnksd[layer] = source.v_lnksd[layer][chosen_n]
+
+
+def log_gain(pairs: Sequence[tuple[float, float]]) -> float:
+    return median([math.log(a / b) for a, b in pairs])
+
+
+@dataclass(slots=True)
+class SpeedTest:
+    """The sequential decision over pairs."""
+
+    alpha: float
+    min_gain: float
+    max_pairs: int
+    process: SignEProcess = field(default_factory=SignEProcess)
+
+    def update(self, incumbent_s: float, candidate_s: float) -> None:
+        """A win must be worth `min_gain`; a tie is a loss."""
+        self.process.update(math.log(incumbent_s / candidate_s) > self.min_gain)
+
+    def decision(self, timing: Timing) -> str:
+        """ "faster", "regressed", "futile", or "" while pairs are still wanted.
+
+        A cell below the regress limit holds an accept back: more pairs show whether it was noise.
+        """
+        is_last = len(timing.pairs) >= self.max_pairs
+        if self.process.accepts(self.alpha):
+            if timing.worst_cell()[1] >= -CELL_REGRESS_LIMIT:
+                return "faster"
+            return "regressed" if is_last else ""
+        return "futile" if is_last or self.process.is_futile(FUTILITY_ALPHA) else ""

@@ -1,0 +1,133 @@
+"""From a recorded workload to what the judge measures: cells, the size of challenges, and the memory that both need."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tkcc.api.workload import Recording
+from tkcc.engine.step import StepBatch, StepKind, StepRequest
+from tkcc.engine.tier.arena import Geometry
+from tkcc.models.forward import ModelConfig
+from tkcc.verify.cells import TimedCell, make_cells
+from tkcc.verify.challenge import ChallengeSize
+from tkcc.verify.executor import Local
+from tkcc.verify.replay import ServingLimits, replay
+
+MAX_REPLAY_STEPS = 20_000
+SPARE_BLOCKS_RATIO = 1.6  # blocks of a runner's cache beyond the widest step: room for fresh page tables
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one workload asks of runners and judge."""
+
+    cells: tuple[TimedCell, ...]
+    num_steps: int
+    challenge: ChallengeSize
+    geometry: Geometry
+
+    def describe(self) -> dict[str, Any]:
+        """What the supervisor is told."""
+        cells = [cell.describe() for cell in self.cells]
+        return {"cells": cells, "steps": self.num_steps, "geometry": asdict(self.geometry)}
+
+
+def make_plan(
+    config: ModelConfig, recording: Recording, limits: ServingLimits, cost_s: Callable[[StepBatch], float],
+    challenge_tokens: int, seed: int,
+) -> Plan:  # fmt: skip
+    """challenge_tokens: how many tokens the reference may take per challenge set."""
+    steps = list(replay(recording, config.vocab_size, limits, cost_s, MAX_REPLAY_STEPS))
+    cells = make_cells(steps, seed)
+    size = _challenge_size(cells, recording.block_tokens, limits, challenge_tokens)
+    return Plan(cells, len(steps), size, _geometry(cells, size, limits))
+
+
+def _challenge_size(
+    cells: tuple[TimedCell, ...], block_tokens: int, limits: ServingLimits, budget_tokens: int
+) -> ChallengeSize:
+    contexts = [r.context for cell in cells for step in cell.steps for r in step.requests]
+    widths = {len(step.requests) for cell in cells for step in cell.steps if step.kind is StepKind.DECODE} or {1}
+    decode_batches = tuple(sorted({1, max(widths), sorted(widths)[len(widths) // 2]}))
+    decodes = 256 // sum(decode_batches) * len(decode_batches) + 2 * len(decode_batches)
+    room = limits.max_positions - decodes - 1
+    long_tokens = max(1, min(max(contexts), room, budget_tokens // 2))
+    prompts = [cell.cell.context_tokens for cell in cells if cell.cell.phase == StepKind.PREFILL] or [2 * block_tokens]
+    left = max(1, budget_tokens // 2)
+    chosen = []
+    for n in sorted(prompts)[:3]:
+        n = max(1, min(n, long_tokens, left // 2))
+        chosen.append(n)
+        left -= n
+    return ChallengeSize(long_tokens, tuple(chosen), decode_batches, block_tokens, limits.max_step_tokens)
+
+
+def _geometry(cells: tuple[TimedCell, ...], size: ChallengeSize, limits: ServingLimits) -> Geometry:
+    S = size.block_tokens
+    steps = [step for cell in cells for step in cell.steps]
+    widest = max(len({b for r in step.requests for b in r.blocks}) for step in steps)
+    width = max(size.decode_batches)
+    rows = max(*(len(step.requests) for step in steps), width, len(size.prompt_tokens) + width + 2)
+    longest = max(*(r.context for step in steps for r in step.requests), limits.max_positions)
+    sequences = size.long_tokens + sum(2 * n for n in size.prompt_tokens) + width * (5 * S + 300)
+    challenge_blocks = 2 * (sequences // S + 2 * rows) + 4
+    return Geometry(
+        max_requests=rows,
+        max_tokens=max(limits.max_step_tokens, *(step.num_tokens for step in steps)),
+        max_pages=-(-longest // S) + 4,
+        num_blocks=max(int(widest * SPARE_BLOCKS_RATIO) + 8, challenge_blocks),
+        block_tokens=S,
+    )
+
+
+def fit_cost(
+    config: ModelConfig,
+    weights: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    threads: int,
+    limits: ServingLimits,
+    block: int,
+) -> Callable[[StepBatch], float]:
+    """Seconds of a step under the baseline revision, linear in tokens and in attended positions; measured here."""
+    long = min(256, limits.max_positions // 2)
+    geometry = Geometry(
+        8, limits.max_step_tokens, -(-limits.max_positions // block), 8 * (long // block + 2) + 1, block
+    )
+    baseline = Local(config, weights, dtype, geometry, threads)
+
+    def step(kind: StepKind, batch: int, new: int, context: int) -> StepBatch:
+        pages = -(-context // block)
+        requests = tuple(
+            StepRequest(tuple(range(new)), context - new, tuple(range(1 + b * pages, 1 + (b + 1) * pages)))
+            for b in range(batch)
+        )
+        return StepBatch(kind, requests)
+
+    fits = {}
+    for kind, shapes in (
+        (StepKind.PREFILL, [(1, 8, 8), (1, long // 2, long // 2), (1, long // 2, long)]),
+        (StepKind.DECODE, [(1, 1, 16), (1, 1, long), (4, 1, 16), (8, 1, long)]),
+    ):
+        rows, times = [], []
+        for batch, new, context in shapes:
+            probe = step(kind, batch, min(new, config.vocab_size), context)
+            baseline.step(probe, 0.0)
+            times.append(min(baseline.step(probe, 0.0).elapsed_s for _ in range(2)))
+            rows.append(_features(probe))
+        solution = torch.linalg.lstsq(
+            torch.tensor(rows, dtype=torch.float64), torch.tensor(times, dtype=torch.float64)[:, None]
+        ).solution
+        fits[kind] = solution.flatten().clamp(min=1e-9).tolist()
+
+    def cost_s(batch: StepBatch) -> float:
+        return float(sum(a * b for a, b in zip(fits[batch.kind], _features(batch), strict=True)))
+
+    return cost_s
+
+
+def _features(step: StepBatch) -> list[float]:
+    attended = sum(len(r.tokens) * (r.start + r.context) / 2 for r in step.requests)
+    return [1.0, float(step.num_tokens), float(attended)]

@@ -1,0 +1,91 @@
+// Sizes of one build. The host defines the TKCC_* names: a shape, a batch and a layout of warps and ring slots.
+constexpr int B = TKCC_BATCH, L = TKCC_LAYERS, D = TKCC_HIDDEN, H = TKCC_HEADS, K = TKCC_KV_HEADS;
+constexpr int HD = TKCC_HEAD_DIM, F = TKCC_FFN, V = TKCC_VOCAB;
+constexpr bool QK_NORM = TKCC_QK_NORM;
+constexpr float EPS = TKCC_EPS, SCORE_SCALE = TKCC_SCORE_SCALE;  // 1 / sqrt(HD) * log2(e): scores are powers of two
+constexpr int NW = TKCC_WARPS, NT = NW * 32, SLOTS = TKCC_SLOTS;
+constexpr int PART_FLOATS = TKCC_PART_FLOATS;
+
+constexpr int G = H / K;           // query heads of one KV head
+constexpr int AW = H * HD;         // width of the attention output
+constexpr int QKV = AW + 2 * K * HD;
+// A unit is what one warp multiplies at a time: 4 rows x 512 columns of bf16, or 4 KiB of one head's keys or values.
+constexpr int UNIT_BYTES = 4096, UNIT_ROWS = 4, UNIT_COLS = 512;
+DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+constexpr int ND = ceil_div(D, UNIT_COLS), NA = ceil_div(AW, UNIT_COLS), NF = ceil_div(F, UNIT_COLS);
+constexpr int BP = B <= 1 ? 1 : B <= 2 ? 2 : B <= 4 ? 4 : 8;  // batch in the reduction tree
+constexpr int SUMS = UNIT_ROWS * BP;                            // sums one unit yields
+constexpr int GROUPS_QKV = QKV / 4, GROUPS_O = D / 4, GROUPS_GU = F / 2, GROUPS_DOWN = D / 4;
+constexpr int BLOCK = UNIT_BYTES / 2 / HD;  // positions of one key or value unit
+constexpr int LANES = HD / 8;               // lanes that share one position, 8 dims each
+constexpr int PER_PASS = 32 / LANES;        // positions a warp looks at in one 512-byte pass; 8 passes a unit
+
+static_assert(D % 8 == 0 && AW % 8 == 0 && F % 8 == 0 && QKV % 4 == 0, "rows and columns come in whole vectors");
+static_assert(HD == 64 || HD == 128, "head dims of the models at hand");
+static_assert(H % K == 0 && B >= 1 && B <= 8, "");
+
+enum Kind { STAGE_QKV, STAGE_ATTENTION, STAGE_O, STAGE_GATE_UP, STAGE_DOWN, STAGE_HEAD };
+
+// Words that stages hand to each other, per layer; each exists twice, for even and odd steps (exchange.cu).
+DEVICE constexpr int line_up(int words) { return ceil_div(words, 32) * 32; }
+constexpr int AT_QKV = 0;                                     // [B][QKV] float: raw q, k, v
+constexpr int AT_ATTENTION = AT_QKV + line_up(B * QKV);       // [B][AW / 2] bf16 pairs
+constexpr int AT_MID = AT_ATTENTION + line_up(B * AW / 2);    // [B][D] float: residual after O
+constexpr int AT_HIDDEN = AT_MID + line_up(B * D);            // [B][F / 2] bf16 pairs: silu(gate) * up
+constexpr int AT_OUT = AT_HIDDEN + line_up(B * F / 2);        // [B][D] float: residual after down
+constexpr int LAYER_WORDS = AT_OUT + line_up(B * D);
+constexpr int PARITY_WORDS = L * LAYER_WORDS;
+constexpr int PARTIAL_WORDS = G * (HD + 2);  // of one CTA and layer: o[HD], m, l for each query head
+
+struct Params {
+  const u8* weights;       // units of QKV, O, gate-up, down for each layer, then the head
+  const u32* work;         // [4 L + 1][grid]: first row group | number of row groups << 16
+  const u16* embed;        // [V][D] bf16
+  const u16* norms;        // [2 L + 1][D] bf16: input, post-attention of each layer; final
+  const u16* qk_norms;     // [2 L][HD] bf16, if QK_NORM
+  const float* rope;       // [positions][HD]: HD/2 cosines, HD/2 sines
+  u16* keys;               // [L][B][K][kv_capacity][HD] bf16
+  u16* values;
+  int* tokens;             // [B] in: token of the first step; out: the token after the last
+  int* positions;          // [B] in: its position; out: plus num_steps
+  int* out_tokens;         // [num_steps][B]
+  float* logits;           // [B][V] of the last step, or null
+  u32* exchange;           // [2][L][LAYER_WORDS]
+  u64* partials;           // [L][grid][PARTIAL_WORDS] value | tag << 32
+  u64* best;               // [2][grid][B]
+  u32* counters;           // [0]: arrivals at the end of steps; [32]: steps done
+  u32* report;             // [grid][4] pinned host memory: where a watchdog fired
+  int kv_capacity;         // positions, a multiple of BLOCK
+  int num_steps;
+  int min_blocks;          // blocks a CTA should have before a head is split over another one
+  u32 max_spins, back_off_ns;
+};
+
+// The part that a CTA has in one attention stage: some blocks of one sequence's KV head.
+struct Role {
+  int b, kv_head;   // b < 0: none
+  int slot, slots;  // which of the CTAs of this head; the last one also has the new position
+  int first, last;  // blocks [first, last) of BLOCK positions
+  int past;         // positions in the cache
+};
+
+// One CTA's shared memory.
+constexpr int SCRATCH_FLOATS = G * (HD + 2);
+struct Shared {
+  alignas(128) u8 ring[NW][SLOTS][UNIT_BYTES];
+  alignas(16) float part[2][PART_FLOATS];
+  alignas(16) u16 x[B][ND * UNIT_COLS];        // the normalised input of a stage
+  alignas(16) float attend[NW + 1][SCRATCH_FLOATS];  // a warp's probabilities, then its partial result
+  alignas(16) u16 q[G][HD];
+  alignas(16) u16 k_new[HD];
+  alignas(16) u16 v_new[HD];
+  alignas(16) float rope[B][HD];
+  float square_sums[NW];
+  alignas(8) u64 full[NW][SLOTS];
+  u64 best[NW][B];
+  int token[B], position[B];
+  Role role;      // of step `role_step`, the latest whose past keys and values are all written
+  int role_step;
+  u32 work[4 * L + 1];
+};
+static_assert(sizeof(Shared) <= TKCC_SMEM_BYTES, "the host counts too few bytes: Layout.smem_bytes");

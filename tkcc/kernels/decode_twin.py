@@ -1,0 +1,237 @@
+"""The persistent step's slow twin: the same schedule in torch, stage by stage, equal to the kernel to the last bit.
+
+It repeats every rounding that the kernel makes, in the kernel's order: a lane's columns, then the lanes, then the
+chunks; a warp's blocks, then the warps, then the CTAs. Products of two bf16 are exact in float32, so the kernel's fma
+and a product followed by a sum are the same. It reads the decoder's weights, plan and settings, never its results.
+
+Letters: B sequences, K KV heads, G query heads of each, S slots (CTAs) of a head, W warps and one place for the new
+position, T tasks (a warp's blocks), D a head's dims.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tkcc.kernels.decode_plan import UNIT_COLS, UNIT_ROWS, attention_splits, block_positions, stage_sizes
+from tkcc.kernels.persistent_decode import PersistentDecode, score_scale, to_float32
+
+NO_SCORE = -3.0e38
+_SERIES = ("0x1.430912p-13", "0x1.5d87fep-10", "0x1.3b2ab6p-7", "0x1.c6b08ep-5", "0x1.ebfbep-3", "0x1.62e430p-1")
+_LOG2_E = float.fromhex("0x1.715476p+0")
+
+
+def exp2_exact(x: Tensor) -> Tensor:
+    """2 ** x, as cuda/math.cu rounds it."""
+    x = x.clamp(-126.0, 126.0)
+    shifted = x + 12582912.0
+    f = x - (shifted - 12582912.0)
+    y = torch.full_like(f, float.fromhex(_SERIES[0]))
+    for constant in (*(float.fromhex(c) for c in _SERIES[1:]), 1.0):
+        y = y * f + constant
+    return (y.view(torch.int32) + ((shifted.view(torch.int32) - 0x4B400000) << 23)).view(torch.float32)
+
+
+def tree_sum(lanes: Tensor) -> Tensor:
+    """Sum over the last dim, a power of two, in the order of a butterfly: neighbours first."""
+    while lanes.shape[-1] > 1:
+        lanes = lanes[..., 0::2] + lanes[..., 1::2]
+    return lanes[..., 0]
+
+
+def ordered_sum(parts: Tensor, dim: int) -> Tensor:
+    """Sum over `dim` from first to last."""
+    total, *rest = parts.unbind(dim)
+    for part in rest:
+        total = total + part
+    return total
+
+
+def true_divide(a: Tensor, b: float) -> Tensor:
+    """a / b rounded once; torch on a GPU would multiply by 1 / b."""
+    return a / torch.full_like(a, b)
+
+
+def unpack_units(packed: Tensor, groups: int, chunks: int) -> Tensor:
+    """[2, 8, groups, chunks, 4, 32]: for each of a lane's 16 columns, contiguous."""
+    return packed.view(groups, chunks, UNIT_ROWS, 2, 32, 8).permute(3, 5, 0, 1, 2, 4).contiguous()
+
+
+def multiply(units: Tensor, x_bk: Tensor) -> Tensor:
+    """[B, rows] float32 = x [B, columns] bf16 times the stage's matrix."""
+    _, _, groups, chunks, _, _ = units.shape
+    outs = []
+    for x_k in x_bk:
+        padded = x_k.new_zeros(chunks * UNIT_COLS)
+        padded[: x_k.numel()] = x_k
+        x = padded.float().view(chunks, 2, 32, 8)
+        lanes = torch.zeros(units.shape[2:], dtype=torch.float32, device=units.device)
+        for half in range(2):
+            for column in range(8):
+                lanes = lanes + units[half, column].float() * x[:, half, :, column].unsqueeze(1)
+        outs.append(ordered_sum(tree_sum(lanes), 1).reshape(groups * UNIT_ROWS))
+    return torch.stack(outs)
+
+
+@dataclass
+class StageOutputs:
+    """What one step's stages hand to each other, by layer, as the kernel's exchange buffer holds it."""
+
+    qkv: list[Tensor] = field(default_factory=list)  # [B, q|k|v rows] float32
+    attention: list[Tensor] = field(default_factory=list)  # [B, H * D] bf16
+    mid: list[Tensor] = field(default_factory=list)  # [B, hidden] float32, after o
+    hidden: list[Tensor] = field(default_factory=list)  # [B, ffn] bf16
+    out: list[Tensor] = field(default_factory=list)  # [B, hidden] float32, after down
+
+
+class DecodeTwin:
+    """Runs a decoder's step in torch on the decoder's device, with caches and tokens of its own."""
+
+    def __init__(self, decoder: PersistentDecode) -> None:
+        self.decoder, self.shape = decoder, decoder.shape
+        self.keys, self.values = decoder.keys.clone(), decoder.values.clone()
+        self._units, at = [], 0
+        for groups, chunks in stage_sizes(self.shape):
+            numel = groups * chunks * UNIT_ROWS * UNIT_COLS
+            self._units.append(unpack_units(decoder.packed[at : at + numel], groups, chunks))
+            at += numel
+
+    @torch.no_grad()
+    def step(self, tokens_b: Tensor, positions: list[int]) -> tuple[Tensor, StageOutputs]:
+        """Logits [B, V] float32 and what the stages handed on; appends to its own caches."""
+        stages, norms = StageOutputs(), self.decoder.norms
+        residual = self.decoder.embed[tokens_b.long()].float()
+        for layer in range(self.shape.num_layers):
+            units = self._units[4 * layer : 4 * layer + 4]
+            stages.qkv.append(multiply(units[0], self._normalise(residual, norms[2 * layer])))
+            stages.attention.append(self._attention(stages.qkv[-1], layer, positions))
+            residual = residual + multiply(units[1], stages.attention[-1])
+            stages.mid.append(residual)
+            rows = multiply(units[2], self._normalise(residual, norms[2 * layer + 1]))
+            pairs = rows.view(rows.shape[0], -1, 2, 2)  # [B, group, gate or up, 2]
+            gate, up = pairs[:, :, 0], pairs[:, :, 1]
+            silu = gate / (1.0 + exp2_exact(gate * -_LOG2_E))
+            stages.hidden.append((silu * up).bfloat16().flatten(1))
+            residual = residual + multiply(units[3], stages.hidden[-1])
+            stages.out.append(residual)
+        logits = multiply(self._units[-1], self._normalise(residual, norms[-1]))
+        return logits[:, : self.shape.vocab], stages
+
+    def _normalise(self, residual_bd: Tensor, norm_d: Tensor) -> Tensor:
+        threads = 32 * self.decoder.layout.warps
+        batch, hidden = residual_bd.shape
+        rounds = -(-hidden // (threads * 4))
+        padded = residual_bd.new_zeros(batch, rounds * threads * 4)
+        padded[:, :hidden] = residual_bd
+        squares = (padded * padded).view(batch, rounds, threads, 4).transpose(1, 2).reshape(batch, threads, -1)
+        total = ordered_sum(tree_sum(ordered_sum(squares, 2).view(batch, -1, 32)), 1)
+        rstd = self._rstd(total, hidden)
+        return (residual_bd * rstd[:, None] * norm_d.float()).bfloat16()
+
+    def _rstd(self, squares: Tensor, count: int) -> Tensor:
+        mean = true_divide(squares, float(count)) + to_float32(self.shape.eps)
+        return torch.ones_like(mean) / torch.sqrt(mean)
+
+    def _attention(self, qkv: Tensor, layer: int, positions: list[int]) -> Tensor:
+        s, d = self.shape, self.decoder
+        splits = attention_splits(s, positions, d.grid, d.min_blocks)
+        outs = []
+        for b, past in enumerate(positions):
+            q, k, v = qkv[b].view(-1, s.head_dim).split([s.num_heads, s.num_kv_heads, s.num_kv_heads])
+            if s.qk_norm:
+                q, k = (self._head_norm(x, d.qk_norms[2 * layer + i]) for i, x in enumerate((q, k)))
+            q, k = (self._rotate(x, past).bfloat16() for x in (q, k))
+            v = v.bfloat16()
+            self.keys[layer, b, :, past], self.values[layer, b, :, past] = k, v
+            q_kgd = q.float().view(s.num_kv_heads, -1, s.head_dim)
+            outs.append(self._attend(q_kgd, self.keys[layer, b], self.values[layer, b], past, splits[b]).flatten())
+        return torch.stack(outs)
+
+    def _head_norm(self, x_hd: Tensor, norm_d: Tensor) -> Tensor:
+        squares = (x_hd * x_hd).view(x_hd.shape[0], -1, 32)
+        rstd = self._rstd(tree_sum(ordered_sum(squares, 1)), x_hd.shape[1])
+        return x_hd * rstd[:, None] * norm_d.float()
+
+    def _rotate(self, x_hd: Tensor, position: int) -> Tensor:
+        cosine, sine = self.decoder.rope[position].chunk(2)
+        a, b = x_hd.chunk(2, dim=1)
+        return torch.cat([a * cosine - b * sine, b * cosine + a * sine], dim=1)
+
+    def _attend(self, q_kgd: Tensor, keys_ktd: Tensor, values_ktd: Tensor, past: int, split: list[tuple[int, int]]) -> Tensor:
+        """[K, G, D] bf16: softmax over the past and the new position, merged as the CTAs and warps of `split` do."""
+        warps = self.decoder.layout.warps
+        num_kv, group, dim = q_kgd.shape
+        parts_m = q_kgd.new_full((num_kv, group, len(split), warps + 1), NO_SCORE)
+        parts_l = torch.zeros_like(parts_m)
+        parts_o = q_kgd.new_zeros(num_kv, group, len(split), warps + 1, dim)
+        there = torch.zeros(len(split), warps + 1, dtype=torch.bool)
+        tasks = []  # (slot, warp, first block, blocks)
+        for slot, (first, last) in enumerate(split):
+            count = last - first
+            for w in range(warps):
+                begin, end = first + count * w // warps, first + count * (w + 1) // warps
+                if begin < end:
+                    tasks.append((slot, w, begin, end - begin))
+                    there[slot, w] = True
+        if tasks:
+            m, l, o = self._attend_tasks(q_kgd, keys_ktd, values_ktd, past, tasks)
+            slots, in_slot = [t[0] for t in tasks], [t[1] for t in tasks]
+            parts_m[:, :, slots, in_slot], parts_l[:, :, slots, in_slot], parts_o[:, :, slots, in_slot] = m, l, o
+        lanes = (q_kgd * keys_ktd[:, None, past].float()).view(num_kv, group, -1, 32)
+        parts_m[:, :, -1, warps] = tree_sum(ordered_sum(lanes, 2)) * score_scale(self.shape)
+        parts_l[:, :, -1, warps] = 1.0
+        parts_o[:, :, -1, warps] = values_ktd[:, None, past].float()
+        there[-1, warps] = True
+
+        m = parts_m.amax(3)
+        weights = exp2_exact(parts_m - m[..., None])
+        l, o = torch.zeros_like(m), torch.zeros_like(parts_o[:, :, :, 0])
+        for w in range(warps + 1):
+            here = there[:, w].to(m.device)
+            l = torch.where(here, l + parts_l[..., w] * weights[..., w], l)
+            o = torch.where(here[:, None], o + parts_o[..., w, :] * weights[..., w, None], o)
+        if len(split) > 1:
+            weights = exp2_exact(m - m.amax(2, keepdim=True))
+            l = ordered_sum(torch.cat([torch.zeros_like(l[..., :1]), l * weights], dim=2), 2)
+            o = ordered_sum(torch.cat([torch.zeros_like(o[:, :, :1]), o * weights[..., None]], dim=2), 2)
+        else:
+            l, o = l[:, :, 0], o[:, :, 0]
+        return (o / l[..., None]).bfloat16()
+
+    def _attend_tasks(
+        self, q_kgd: Tensor, keys_ktd: Tensor, values_ktd: Tensor, past: int, tasks: list[tuple[int, int, int, int]]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Each warp's online softmax: m, l [K, G, T] and o [K, G, T, D]."""
+        num_kv, group, dim = q_kgd.shape
+        block, device = block_positions(self.shape), q_kgd.device
+        lanes, per_pass = dim // 8, 256 // dim
+        q = q_kgd.view(num_kv, group, 1, 1, 1, lanes, 8)
+        m = q_kgd.new_full((num_kv, group, len(tasks)), NO_SCORE)
+        l_lanes = q_kgd.new_zeros(num_kv, group, len(tasks), block)
+        o_lanes = q_kgd.new_zeros(num_kv, group, len(tasks), per_pass, dim)
+        for turn in range(max(count for _, _, _, count in tasks)):
+            active = torch.tensor([turn < count for _, _, _, count in tasks], device=device)
+            first = torch.tensor([(begin + min(turn, count - 1)) * block for _, _, begin, count in tasks], device=device)
+            index = first[:, None] + torch.arange(block, device=device)  # [T, block]
+            live = (index < past) & active[:, None]
+            keys = keys_ktd[:, index].float().view(num_kv, 1, len(tasks), 8, per_pass, lanes, 8)
+            dots = torch.zeros_like(keys[..., 0]).expand(-1, group, -1, -1, -1, -1)
+            for e in range(8):
+                dots = dots + keys[..., e] * q[..., e]
+            scores = (tree_sum(dots) * score_scale(self.shape)).flatten(3)  # [K, G, T, block]
+            scores = torch.where(live, scores, NO_SCORE)
+            top = torch.maximum(scores.amax(3), m)
+            shrink = torch.where(top > m, exp2_exact(m - top), 1.0)
+            m, l_lanes, o_lanes = top, l_lanes * shrink[..., None], o_lanes * shrink[..., None, None]
+            p = torch.where(live, exp2_exact(scores - m[..., None]).bfloat16().float(), 0.0)
+            l_lanes = l_lanes + p
+            values = torch.where(live[..., None], values_ktd[:, index].float(), 0.0)  # [K, T, block, D]
+            values = values.view(num_kv, 1, len(tasks), 8, per_pass, dim)
+            p = p.view(num_kv, group, len(tasks), 8, per_pass, 1)
+            for turn_in_block in range(8):
+                o_lanes = o_lanes + p[:, :, :, turn_in_block] * values[:, :, :, turn_in_block]
+        # Lane = position group, [duplicate,] pass: see block_position in cuda/attention.cu.
+        in_lanes = l_lanes.view(num_kv, group, len(tasks), 8, per_pass).transpose(3, 4)
+        if lanes == 16:  # lanes l and l ^ 8 hold the same position; the second adds nothing
+            in_lanes = torch.stack([in_lanes, torch.zeros_like(in_lanes)], dim=4)
+        return m, tree_sum(in_lanes.flatten(3)), tree_sum(o_lanes.transpose(3, 4))

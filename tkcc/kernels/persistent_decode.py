@@ -1,0 +1,207 @@
+"""The decode step as one persistent kernel (cuda/decode.cu): weights packed once, then tokens in, tokens out.
+
+`PersistentDecode` owns the packed weights, the cache and the words that the stages exchange. Its torch reference is
+`decode_reference`; its slow twin, bit for bit, is `decode_twin`. The design is told in docs/kernels.md.
+"""
+
+import ctypes
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from tkcc.kernels import nvrtc
+from tkcc.kernels.decode_plan import (
+    UNIT_COLS,
+    UNIT_ROWS,
+    Layout,
+    block_positions,
+    divide_row_groups,
+    fit_layout,
+    pack_model,
+    work_table,
+)
+from tkcc.kernels.decode_shape import DecodeShape
+
+FILES = ("ptx.cu", "shape.cu", "math.cu", "exchange.cu", "stream.cu", "gemv.cu", "attention.cu", "decode.cu")
+
+
+class Params(ctypes.Structure):
+    """`struct Params` of cuda/shape.cu."""
+
+    _fields_ = (
+        *(
+            (name, ctypes.c_void_p)
+            for name in ["weights", "work", "embed", "norms", "qk_norms", "rope", "keys", "values", "tokens", "positions", "out_tokens", "logits", "exchange", "partials", "best", "counters", "report"]
+        ),
+        *((name, ctypes.c_int) for name in ("kv_capacity", "num_steps", "min_blocks")),
+        *((name, ctypes.c_uint32) for name in ("max_spins", "back_off_ns")),
+    )
+
+
+def defines(shape: DecodeShape, batch: int, layout: Layout) -> dict[str, str | int]:
+    """The TKCC_* names that cuda/shape.cu wants."""
+    return {
+        "TKCC_BATCH": batch,
+        "TKCC_LAYERS": shape.num_layers,
+        "TKCC_HIDDEN": shape.hidden,
+        "TKCC_HEADS": shape.num_heads,
+        "TKCC_KV_HEADS": shape.num_kv_heads,
+        "TKCC_HEAD_DIM": shape.head_dim,
+        "TKCC_FFN": shape.ffn,
+        "TKCC_VOCAB": shape.vocab,
+        "TKCC_QK_NORM": str(shape.qk_norm).lower(),
+        "TKCC_EPS": f"{to_float32(shape.eps).hex()}f",  # in hex: nothing is left to round
+        "TKCC_SCORE_SCALE": f"{score_scale(shape).hex()}f",
+        "TKCC_WARPS": layout.warps,
+        "TKCC_SLOTS": layout.slots,
+        "TKCC_PART_FLOATS": layout.part_floats,
+        "TKCC_SMEM_BYTES": layout.smem_bytes(shape, batch),
+    }
+
+
+def score_scale(shape: DecodeShape) -> float:
+    """What a dot product is multiplied by before a base-2 softmax, rounded to float32."""
+    return to_float32(math.log2(math.e) / math.sqrt(shape.head_dim))
+
+
+def to_float32(value: float) -> float:
+    """The nearest float32."""
+    return float(torch.tensor(value, dtype=torch.float32))
+
+
+def exchange_words(shape: DecodeShape, batch: int) -> int:
+    """32-bit words of one parity of the exchange buffer."""
+    per_layer = (
+        batch * shape.qkv_rows,
+        batch * shape.attention_width // 2,
+        batch * shape.hidden,
+        batch * shape.ffn // 2,
+        batch * shape.hidden,
+    )
+    return shape.num_layers * sum(-(-words // 32) * 32 for words in per_layer)
+
+
+def rope_table(shape: DecodeShape, positions: int, device: torch.device) -> Tensor:
+    """[positions, head_dim] float32: half of it cosines, half sines."""
+    frequencies = torch.tensor(shape.inverse_frequencies(), dtype=torch.float64, device=device)
+    angles = torch.arange(positions, dtype=torch.float64, device=device)[:, None] * frequencies
+    return torch.cat([angles.cos(), angles.sin()], dim=1).float()
+
+
+class PersistentDecode:
+    """Greedy decode of `batch` sequences, any number of dependent steps a launch.
+
+    `weights` are named as in Hugging Face checkpoints, bf16. Every sequence has its own position, given at run time.
+    Raises ValueError for a shape that does not fit; `tkcc.kernels.nvrtc.CompileError` if the device's NVRTC is too old.
+    """
+
+    def __init__(
+        self,
+        shape: DecodeShape,
+        weights: Mapping[str, Tensor],
+        *,
+        batch: int = 1,
+        kv_capacity: int,
+        layout: Layout | None = None,
+        grid: int | None = None,
+        device: torch.device | str = "cuda",
+        packed: Tensor | None = None,
+        options: tuple[str, ...] = (),
+    ) -> None:
+        self.shape, self.batch = shape, batch
+        self.device = torch.device(device)
+        self.layout = layout or fit_layout(shape, batch)
+        self.grid = grid or torch.cuda.get_device_properties(self.device).multi_processor_count
+        self.min_blocks, self.max_spins, self.back_off_ns = 4, 20_000_000, 0
+        if self.grid < batch * shape.num_kv_heads:
+            raise ValueError(f"{batch} x {shape.num_kv_heads} KV heads need as many CTAs, but the grid has {self.grid}")
+        block = block_positions(shape)
+        self.kv_capacity = -(-kv_capacity // block) * block
+
+        # The work table depends on the grid; packed weights depend on nothing but the model.
+        self.packed = pack_model(shape, weights, self.device) if packed is None else packed
+        self.dealt = divide_row_groups(shape, self.grid, self.layout.balance)
+        self._work = work_table(self.dealt).to(self.device)
+        self._check_part_floats()
+        self.embed = weights["model.embed_tokens.weight"].to(self.device)
+        norm_names = [
+            f"model.layers.{layer}.{name}.weight"
+            for layer in range(shape.num_layers)
+            for name in ("input_layernorm", "post_attention_layernorm")
+        ]
+        self.norms = torch.stack([weights[n].to(self.device) for n in [*norm_names, "model.norm.weight"]])
+        qk_names = [
+            f"model.layers.{layer}.self_attn.{name}_norm.weight" for layer in range(shape.num_layers) for name in "qk"
+        ]
+        self.qk_norms = torch.stack([weights[n].to(self.device) for n in qk_names]) if shape.qk_norm else None
+        self.rope = rope_table(shape, self.kv_capacity, self.device)
+
+        cache = (shape.num_layers, batch, shape.num_kv_heads, self.kv_capacity, shape.head_dim)
+        self.keys = torch.zeros(cache, dtype=torch.bfloat16, device=self.device)
+        self.values = torch.zeros(cache, dtype=torch.bfloat16, device=self.device)
+        self.tokens = torch.zeros(batch, dtype=torch.int32, device=self.device)
+        self.positions = torch.zeros(batch, dtype=torch.int32, device=self.device)
+        self.logits = torch.zeros(batch, shape.vocab, dtype=torch.float32, device=self.device)
+
+        partial_words = shape.num_heads // shape.num_kv_heads * (shape.head_dim + 2)
+        self.exchange = torch.full((2, exchange_words(shape, batch)), -1, dtype=torch.int32, device=self.device)
+        self._partials = torch.zeros(shape.num_layers, self.grid, partial_words, dtype=torch.int64, device=self.device)
+        self._best = torch.zeros(2, self.grid, batch, dtype=torch.int64, device=self.device)
+        self._counters = torch.zeros(64, dtype=torch.int32, device=self.device)
+        self.report = torch.zeros(128, 4, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        self._kernel = self._load(options) if self.device.type == "cuda" else None
+
+    def _load(self, options: tuple[str, ...]) -> nvrtc.Kernel:
+        source = nvrtc.read_source(FILES, defines(self.shape, self.batch, self.layout))
+        return nvrtc.load_kernel(source, "decode_steps", self.layout.smem_bytes(self.shape, self.batch), options)
+
+    def _check_part_floats(self) -> None:
+        widest = max(self.shape.hidden, self.shape.attention_width, self.shape.ffn)
+        need = -(-widest // UNIT_COLS) * UNIT_ROWS * (1 << (self.batch - 1).bit_length())
+        if self.layout.part_floats < need:
+            raise ValueError(f"part_floats is {self.layout.part_floats}; one row group needs {need}")
+
+    def params(self, out_tokens: Tensor, num_steps: int, with_logits: bool) -> Params:
+        """The launch's arguments; the tensors must outlive it."""
+        tensors = {
+            "weights": self.packed,
+            "work": self._work,
+            "embed": self.embed,
+            "norms": self.norms,
+            "qk_norms": self.qk_norms,
+            "rope": self.rope,
+            "keys": self.keys,
+            "values": self.values,
+            "tokens": self.tokens,
+            "positions": self.positions,
+            "out_tokens": out_tokens,
+            "logits": self.logits if with_logits else None,
+            "exchange": self.exchange,
+            "partials": self._partials,
+            "best": self._best,
+            "counters": self._counters,
+            "report": self.report,
+        }
+        addresses = {name: t.data_ptr() if t is not None else None for name, t in tensors.items()}
+        return Params(
+            **addresses,
+            kv_capacity=self.kv_capacity,
+            num_steps=num_steps,
+            min_blocks=self.min_blocks,
+            max_spins=self.max_spins,
+            back_off_ns=self.back_off_ns,
+        )
+
+    def run(self, num_steps: int, out_tokens: Tensor, with_logits: bool = False) -> None:
+        """Queues `num_steps` dependent steps from `tokens` at `positions`; both are moved on, nothing is synchronised.
+
+        Writes out_tokens [num_steps, batch] int32 and, if asked, the last step's `logits` [batch, vocab]. Each step
+        reads the weights and the caches of all sequences once. The caller sees to it that positions + num_steps stay
+        within the capacity.
+        """
+        assert out_tokens.shape == (num_steps, self.batch) and out_tokens.dtype == torch.int32 and num_steps > 0
+        assert out_tokens.is_contiguous() and self._kernel is not None
+        params = self.params(out_tokens, num_steps, with_logits)
+        self._kernel.launch(self.grid, 32 * self.layout.warps, params)

@@ -13,8 +13,8 @@ from tkcc.cli.command import CommandError
 COMMAND = "tier"
 SUMMARY = "run a tier engine: builds, contains and measures candidate forward passes"
 DESCRIPTION = """Loads the weights once and serves the tier API: candidates are built, run in contained processes,
-judged and measured against the incumbent. Every call needs the bearer token in --token-file. TKCC_CPUS (such as 1 or 0-3)
-pins it to cores.
+judged and measured against the incumbent. Every call needs the bearer token in --token-file. TKCC_CPUS (such as 1 or
+0-3) pins it to cores.
 
 examples:
   tkcc tier --model DIR --tier slow --layers all --token-file token

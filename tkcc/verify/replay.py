@@ -1,7 +1,7 @@
 """Recorded requests become the steps that serving them takes, on a simulated clock.
 
 It decides nothing about speed: the cost of a step is a function that the judge measured. Prompt tokens come from the
-recorded block hashes (equal hashes: equal tokens and equal blocks), so page tables share prefixes as they did in service.
+recorded block hashes (equal hashes: equal tokens, equal blocks), so page tables share prefixes as they did in service.
 """
 
 import hashlib

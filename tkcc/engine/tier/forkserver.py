@@ -29,13 +29,6 @@ _PRELOAD = (
     "tkcc.models.llama",
     "torch._inductor.compile_fx",
 )
-    "torch.nn.functional",
-    "tkcc.engine.artifact",
-    "tkcc.models.llama",
-    "tkcc.kernels.native",
-    "ctypes",
-    "torch._inductor.compile_fx",
-)
 
 
 def preload(num_threads: int) -> None:

@@ -1,17 +1,21 @@
-// Command kubetools is a whole Kubernetes control plane, node and client in one binary: etcd, kube-apiserver,
-// kube-controller-manager, kube-scheduler, kubelet, kube-proxy and kubectl, picked by the name it is run under (argv[0]).
-// They share nearly all of their code, so one binary is a fraction of seven: less to link, to keep and to page in.
+// Command kubetools is a whole Kubernetes control plane, node and its clients in one binary: etcd, kube-apiserver,
+// kube-controller-manager, kube-scheduler, kubelet, kube-proxy, kubectl and helm, picked by the name it is run under
+// (argv[0]). They share nearly all of their code, so one is a fraction of eight: less to link, to keep and to page in.
 package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
+	"log/slog"
 	"os"
 	"path/filepath"
 	_ "time/tzdata" // CronJob time zones, as upstream's own mains have it
 
 	"github.com/spf13/cobra"
 	"go.etcd.io/etcd/server/v3/etcdmain"
+	helm "helm.sh/helm/v4/pkg/cmd"
+	"helm.sh/helm/v4/pkg/kube"
 	_ "k8s.io/client-go/plugin/pkg/client/auth"
 	"k8s.io/component-base/cli"
 	"k8s.io/component-base/logs"
@@ -43,13 +47,32 @@ func main() {
 		if err := cli.RunNoErrOutput(kubectl.NewDefaultKubectlCommand()); err != nil {
 			util.CheckErr(err)
 		}
+	case "helm":
+		os.Exit(runHelm())
 	default:
 		command, ok := daemons[name]
 		if !ok {
 			fmt.Fprintf(os.Stderr, "kubetools: %q is none of its names; run it through a link named kube-apiserver, "+
-				"kube-controller-manager, kube-scheduler, kubelet, kube-proxy, kubectl or etcd\n", name)
+				"kube-controller-manager, kube-scheduler, kubelet, kube-proxy, kubectl, helm or etcd\n", name)
 			os.Exit(64)
 		}
 		os.Exit(cli.Run(command()))
 	}
+}
+
+func runHelm() int {
+	kube.ManagedFieldsManager = "helm" // the field manager's name stays, whatever this binary is called
+	command, err := helm.NewRootCmd(os.Stdout, os.Args[1:], helm.SetupLogging)
+	if err != nil {
+		slog.Warn("command failed", slog.Any("error", err))
+		return 1
+	}
+	if err := command.Execute(); err != nil {
+		var failed helm.CommandError
+		if errors.As(err, &failed) {
+			return failed.ExitCode
+		}
+		return 1
+	}
+	return 0
 }

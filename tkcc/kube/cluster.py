@@ -6,7 +6,7 @@ is repeated after a lost answer meets AlreadyExists, which `create_once` takes f
 
 import json
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from kubernetes.aio import config
 from kubernetes.aio.client import ApiClient, ApiException, Configuration
 from kubernetes.aio.dynamic import DynamicClient, Resource
 
-from tkcc.kube.errors import AlreadyExists, ClusterError, Conflict, Forbidden, Invalid, NotFound, Unavailable
+from tkcc.kube.errors import AlreadyExists, ClusterError, Conflict, Forbidden, Invalid, NotFound, NotLeader, Unavailable
 from tkcc.kube.resources import JsonObject, Kind, kind_of
 from tkcc.kube.retry import DEFAULT_BACKOFF, Backoff, retrying
 
@@ -27,17 +27,33 @@ STATUS = "tkcc/status"
 WORKER = "tkcc/worker"
 
 _SERVICE_ACCOUNT_TOKEN = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
+_METADATA_LIST = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 _PERMANENT = (400, 405, 413, 415, 422)
 
 
 class Cluster:
     """Calls to one API server. Objects go in and come out as plain JSON mappings."""
 
-    def __init__(self, api: ApiClient, *, timeout_s: float = 10.0, backoff: Backoff = DEFAULT_BACKOFF):
+    def __init__(
+        self,
+        api: ApiClient,
+        *,
+        timeout_s: float = 10.0,
+        backoff: Backoff = DEFAULT_BACKOFF,
+        may_write: Callable[[], bool] = lambda: True,
+    ):
+        """`may_write` is asked before every call that changes something; a no raises NotLeader."""
+        self._api = api
+        self._may_write = may_write
         self._dynamic = DynamicClient(api)
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         self._backoff = backoff
         self._resources: dict[Kind, Resource] = {}
+
+    def gated(self, may_write: Callable[[], bool]) -> "Cluster":
+        """The same door for a process that may not always write, like an operator without its lease."""
+        timeout_s = self._timeout.total or 0.0
+        return Cluster(self._api, timeout_s=timeout_s, backoff=self._backoff, may_write=may_write)
 
     async def get(self, kind: Kind, namespace: str, name: str) -> JsonObject | None:
         """The object, or None where it is not there."""
@@ -47,17 +63,24 @@ class Cluster:
             return None
 
     async def list(
-        self, kind: Kind, namespace: str | None, labels: Mapping[str, str] | None = None
+        self,
+        kind: Kind,
+        namespace: str | None,
+        labels: Mapping[str, str] | None = None,
+        *,
+        metadata_only: bool = False,
     ) -> list[JsonObject]:
         """All objects of a kind with these labels, in one namespace or (None) in all; a consistent read, so that no
-        decision rests on a view older than our own last write."""
+        decision rests on a view older than our own last write. `metadata_only` spares the bodies."""
         selector = ",".join(f"{key}={value}" for key, value in (labels or {}).items())
         params: dict[str, Any] = {"label_selector": selector} if selector else {}
+        if metadata_only:
+            params["header_params"] = {"Accept": _METADATA_LIST}
         items: list[JsonObject] = []
         while True:
             page = await self._request("get", self._path(kind, namespace), limit=250, **params)
             # Items of a list carry neither kind nor apiVersion; whoever gets one alone should not have to guess.
-            items += [{"apiVersion": kind.api_version, "kind": kind.kind, **item} for item in page["items"]]
+            items += [{**item, "apiVersion": kind.api_version, "kind": kind.kind} for item in page["items"]]
             token = page["metadata"].get("continue")
             if not token:
                 return items
@@ -150,12 +173,16 @@ class Cluster:
 
     async def _request_once(self, method: str, path: str, **params: Any) -> JsonObject:
         call = f"{method} {path}"
+        if method != "get" and not self._may_write():
+            raise NotLeader(f"{call}: not made: another process holds the lease")
         try:
             data: JsonObject = await self._dynamic.request(
                 method, path, _request_timeout=self._timeout, serializer=_as_is, **params
             )
         except ApiException as err:
             raise _typed(err, call) from None  # the original's text holds the request's headers
+        except ValueError as err:
+            raise Unavailable(f"{call}: the answer is not JSON: {err}") from err
         except (aiohttp.ClientError, TimeoutError, OSError) as err:
             raise Unavailable(f"{call}: {type(err).__name__}: {err}") from err
         return data

@@ -28,6 +28,10 @@ class Invalid(ClusterError):
     """400, 405, 413, 415 or 422: the API server will never accept this object. Retrying does not help."""
 
 
+class NotLeader(ClusterError):
+    """A write that was not made, because the lease that allows it is not held."""
+
+
 class Unavailable(ClusterError):
     """Timeouts, refused connections, 429 and 5xx, after the retries. Trying again later may help."""
 

@@ -40,6 +40,8 @@ SERVICE_ACCOUNT = Kind("", "v1", "ServiceAccount", "serviceaccounts")
 ROLE = Kind("rbac.authorization.k8s.io", "v1", "Role", "roles")
 ROLE_BINDING = Kind("rbac.authorization.k8s.io", "v1", "RoleBinding", "rolebindings")
 NETWORK_POLICY = Kind("networking.k8s.io", "v1", "NetworkPolicy", "networkpolicies")
+POD_DISRUPTION_BUDGET = Kind("policy", "v1", "PodDisruptionBudget", "poddisruptionbudgets")
+CLAIM = Kind("", "v1", "PersistentVolumeClaim", "persistentvolumeclaims")
 EVENT = Kind("", "v1", "Event", "events")
 LEASE = Kind("coordination.k8s.io", "v1", "Lease", "leases")
 
@@ -56,6 +58,8 @@ ALL = (
     ROLE,
     ROLE_BINDING,
     NETWORK_POLICY,
+    POD_DISRUPTION_BUDGET,
+    CLAIM,
     EVENT,
     LEASE,
 )

@@ -1,0 +1,57 @@
+"""What the operator keeps about one InferenceDeployment between turns: measurements, never decisions.
+
+All of it can be lost. Samples come back from the checkpoint ConfigMap, finished requests from the pods' rings, probes
+by asking again.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+
+from tkcc.api.observation import RequestSample
+from tkcc.api.spec import Spec
+from tkcc.api.status import Status
+from tkcc.control.observed import ArtifactSeen
+from tkcc.shell import samples as ring
+from tkcc.shell.configmaps import Parsed
+from tkcc.shell.own import Own
+from tkcc.shell.probe import Prober
+from tkcc.shell.samples import Samples
+from tkcc.shell.scrape import Reading
+from tkcc.shell.seen import ResultSeen
+
+MAX_REQUESTS = 20_000
+REQUESTS_KEPT = timedelta(minutes=15)  # outside a rollout
+CHECKPOINT_EVERY = timedelta(seconds=10)
+
+
+@dataclass
+class Memory:
+    own: Own
+    prober: Prober
+    results: Parsed[ResultSeen]
+    artifacts: Parsed[ArtifactSeen | None]
+    samples: Samples = ()
+    requests: tuple[RequestSample, ...] = ()
+    cursors: dict[str, int] = field(default_factory=dict)  # series -> where its finished requests were read to
+    is_restored: bool = False
+    checkpoint_at: datetime | None = None
+    scrape_errors: tuple[str, ...] = ()
+
+    def take(self, readings: Iterable[Reading], spec: Spec, status: Status, now: datetime) -> None:
+        """Add one round of readings and forget what nobody can ask for any more."""
+        readings = list(readings)
+        new = [reading.sample for reading in readings if reading.sample]
+        self.samples = ring.extend(self.samples, new, spec.drift, now)
+        self.cursors |= {reading.series: reading.next_seq for reading in readings if reading.info}
+        alive = {sample.series for sample in self.samples}
+        self.cursors = {series: seq for series, seq in self.cursors.items() if series in alive}
+        since = now - REQUESTS_KEPT
+        if status.rollout and status.rollout.measured_since:
+            since = min(since, status.rollout.measured_since)
+        found = (*self.requests, *(request for reading in readings for request in reading.requests))
+        self.requests = tuple(request for request in found if request.started_at >= since)[-MAX_REQUESTS:]
+        self.scrape_errors = tuple(reading.error for reading in readings if reading.error)
+
+    def is_checkpoint_due(self, now: datetime) -> bool:
+        return bool(self.samples) and (self.checkpoint_at is None or now - self.checkpoint_at >= CHECKPOINT_EVERY)

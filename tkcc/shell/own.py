@@ -1,0 +1,49 @@
+"""Applies objects that we own, after making sure that we do: a Service that somebody else made under our name is
+theirs, and server-side apply with force would take it over without a word."""
+
+from tkcc.kube.cluster import WORKLOAD, Cluster
+from tkcc.kube.errors import Conflict, Invalid
+from tkcc.kube.resources import JsonObject, Kind, kind_of
+from tkcc.shell.render.names import Owner
+from tkcc.shell.seen import is_controlled_by
+
+
+class Own:
+    """Of one owner. Remembers what it has checked, so that only the first apply of a process looks first."""
+
+    def __init__(self, cluster: Cluster, owner: Owner):
+        self._cluster = cluster
+        self._owner = owner
+        self._checked: set[tuple[Kind, str]] = set()
+
+    async def apply(self, obj: JsonObject) -> JsonObject:
+        """Raises Invalid where another owner has that name, and Conflict while one of ours of old is being removed."""
+        kind, name = kind_of(obj), obj["metadata"]["name"]
+        if (kind, name) not in self._checked:
+            have = await self._cluster.get(kind, self._owner.namespace, name)
+            if have is not None:
+                self._check(kind, have)
+            self._checked.add((kind, name))
+        return await self._cluster.apply(obj, WORKLOAD)
+
+    async def create_once(self, obj: JsonObject) -> JsonObject:
+        """For objects that must not change once they are there. Raises as `apply` does."""
+        kind = kind_of(obj)
+        have = await self._cluster.get(kind, self._owner.namespace, obj["metadata"]["name"])
+        if have is None:
+            have = await self._cluster.create_once(obj, WORKLOAD)
+        self._check(kind, have)
+        return have
+
+    def _check(self, kind: Kind, have: JsonObject) -> None:
+        meta = have["metadata"]
+        if is_controlled_by(have, self._owner.uid):
+            return
+        where = f"{kind.kind} {meta['namespace']}/{meta['name']}"
+        owners = [ref for ref in meta.get("ownerReferences", []) if ref.get("controller")]
+        is_predecessor = any(ref["kind"] == self._owner.kind.kind and ref["name"] == self._owner.name for ref in owners)
+        if is_predecessor:  # the owner was deleted and made again; garbage collection is on its way
+            raise Conflict(f"{where} belongs to an earlier {self._owner.name} and is still being removed")
+        raise Invalid(
+            f"{where} exists and is not ours: delete or rename it, or name the InferenceDeployment differently"
+        )

@@ -1,0 +1,140 @@
+"""Asks the admin port of serving pods what they run, what they counted and what they finished.
+
+Nothing here fails as a whole: a pod that does not answer, or answers nonsense, is a reading with an error.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+import httpx
+
+from tkcc.api.codec import from_json
+from tkcc.api.observation import MetricSample, RequestSample
+from tkcc.api.workload import Recording
+from tkcc.shell.podapi import FinishedRequest, FinishedRequests, Info
+from tkcc.shell.render.names import ADMIN_PORT
+from tkcc.shell.settings import Scrape
+from tkcc.traffic.exposition import CounterSample, parse
+from tkcc.traffic.metrics_map import Gauge, Signal
+
+MAX_ANSWER_BYTES = 32_000_000
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What one pod said in one round; `error` tells why a part is absent."""
+
+    pod: str
+    info: Info | None = None
+    sample: MetricSample | None = None
+    requests: tuple[RequestSample, ...] = ()
+    next_seq: int = 0
+    error: str = ""
+
+    @property
+    def series(self) -> str:
+        return series_of(self.pod, self.info) if self.info else ""
+
+
+@dataclass(frozen=True)
+class PodAddress:
+    pod: str
+    ip: str
+
+    def url(self, port: int, path: str) -> str:
+        host = f"[{self.ip}]" if ":" in self.ip else self.ip
+        return f"http://{host}:{port}{path}"
+
+
+def series_of(pod: str, info: Info) -> str:
+    """Unique to a process life: a container that restarts keeps its pod's name and counts from zero."""
+    return f"{pod}/{int(info.started_at.timestamp())}"
+
+
+class Scraper:
+    def __init__(self, http: httpx.AsyncClient, settings: Scrape):
+        self._http = http
+        self._settings = settings
+
+    async def read(
+        self, pods: Sequence[PodAddress], engine: str, cursors: Mapping[str, int], now: datetime
+    ) -> list[Reading]:
+        """One round over these pods, some at a time. `cursors`: how far each series' finished requests were read."""
+        slots = asyncio.Semaphore(self._settings.concurrency)
+
+        async def one(pod: PodAddress) -> Reading:
+            async with slots:
+                return await self._read_pod(pod, engine, cursors, now)
+
+        return list(await asyncio.gather(*(one(pod) for pod in pods)))
+
+    async def recordings(self, pods: Sequence[PodAddress], since: datetime, max_requests: int) -> list[Recording]:
+        """Recorded requests of each pod that has any; pods that do not record or do not answer have none."""
+        path = f"/tkcc/recording?sinceMs={int(since.timestamp() * 1000)}&max={max_requests}"
+        found = []
+        for pod in pods:  # one by one: these answers are large
+            try:
+                recording = from_json(Recording, await self._get(pod, path))
+            except (httpx.HTTPError, ValueError):
+                continue
+            if recording.requests:
+                found.append(recording)
+        return found
+
+    async def _read_pod(self, pod: PodAddress, engine: str, cursors: Mapping[str, int], now: datetime) -> Reading:
+        try:
+            async with asyncio.timeout(3 * self._settings.timeout_s):
+                info = from_json(Info, await self._get(pod, "/tkcc/info"))
+                since = cursors.get(series_of(pod.pod, info), 0)
+                page = parse((await self._get(pod, "/metrics")).decode(), engine)
+                finished = from_json(FinishedRequests, await self._get(pod, f"/tkcc/requests?since={since}"))
+        except (httpx.HTTPError, TimeoutError, ValueError) as err:
+            return Reading(pod.pod, error=f"{pod.pod}: {type(err).__name__}: {str(err)[:200]}")
+        requests = tuple(_request(pod.pod, info, request) for request in finished.requests)
+        return Reading(pod.pod, info, _sample(pod.pod, info, page, now), requests, finished.next)
+
+    async def _get(self, pod: PodAddress, path: str) -> bytes:
+        """The body; refuses one that is too long before it is in memory."""
+        timeout = self._settings.timeout_s
+        async with self._http.stream("GET", pod.url(ADMIN_PORT, path), timeout=timeout) as response:
+            response.raise_for_status()
+            body = bytearray()
+            async for chunk in response.aiter_bytes():
+                body += chunk
+                if len(body) > MAX_ANSWER_BYTES:
+                    raise ValueError(f"{path} answered more than {MAX_ANSWER_BYTES} bytes")
+        return bytes(body)
+
+
+def _sample(pod: str, info: Info, page: CounterSample, now: datetime) -> MetricSample:
+    def total(signal: Signal) -> int:
+        return round(sum(page.counters.get(signal, {}).values()))
+
+    return MetricSample(
+        series=series_of(pod, info),
+        started_at=info.started_at,
+        at=now,
+        prompt_requests=total(Signal.PROMPT_REQUESTS),
+        prompt_tokens=total(Signal.PROMPT_TOKENS),
+        output_requests=total(Signal.REQUESTS_FINISHED),
+        output_tokens=total(Signal.GENERATION_TOKENS),
+        hit_tokens=total(Signal.HIT_TOKENS),
+        query_tokens=total(Signal.QUERY_TOKENS),
+        running=round(page.gauges.get(Gauge.REQUESTS_RUNNING, 0)),
+    )
+
+
+def _request(pod: str, info: Info, request: FinishedRequest) -> RequestSample:
+    return RequestSample(
+        pod=pod,
+        artifact=info.artifact,
+        started_at=datetime.fromtimestamp(request.started_at_ms / 1000, UTC),
+        prompt_tokens=request.prompt_tokens,
+        cached_tokens=request.cached_tokens,
+        output_tokens=request.output_tokens,
+        outcome=request.outcome,
+        ttft_s=request.ttft_s,
+        tpot_s=request.tpot_s,
+    )

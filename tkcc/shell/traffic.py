@@ -1,0 +1,35 @@
+"""Takes the recorded traffic of a run from the serving pods' rings and keeps it in the run's traffic ConfigMap."""
+
+from tkcc.api.run import RunSpec
+from tkcc.api.workload import Recording
+from tkcc.kube.cluster import WORKLOAD, Cluster
+from tkcc.kube.resources import CONFIG_MAP, POD
+from tkcc.shell.observe import addresses, recorded_since
+from tkcc.shell.recording import fitted, merged
+from tkcc.shell.render import run as render
+from tkcc.shell.render.names import COMPONENT_LABEL, DEPLOYMENT_LABEL, Owner, traffic_name
+from tkcc.shell.render.serving import COMPONENT as SERVING
+from tkcc.shell.scrape import Scraper
+
+MAX_REQUESTS = 4000  # what a slow tier can replay in reasonable time
+
+
+class TrafficTaker:
+    def __init__(self, cluster: Cluster, scraper: Scraper):
+        self._cluster = cluster
+        self._scraper = scraper
+
+    async def take(self, namespace: str, spec: RunSpec) -> Recording | None:
+        """What the pods recorded since the window began; None where they record nothing."""
+        labels = {DEPLOYMENT_LABEL: spec.deployment, COMPONENT_LABEL: SERVING}
+        pods = addresses(await self._cluster.list(POD, namespace, labels))
+        recordings = await self._scraper.recordings(pods, recorded_since(spec), MAX_REQUESTS)
+        recording = merged(recordings, spec.window_end, MAX_REQUESTS)
+        return fitted(recording) if recording else None
+
+    async def ensure(self, run: Owner, spec: RunSpec, recording: Recording | None = None) -> None:
+        """The ConfigMap is there. One made late, after a crash, holds what the rings still have."""
+        if await self._cluster.get(CONFIG_MAP, run.namespace, traffic_name(run.name)):
+            return
+        recording = recording or await self.take(run.namespace, spec)
+        await self._cluster.create_once(render.traffic(run, spec, recording), WORKLOAD)

@@ -1,0 +1,111 @@
+"""One reconcile's view of the world: the spec, what was seen, and the figures that several decisions need of it."""
+
+from dataclasses import dataclass
+from datetime import datetime
+
+from tkcc.api.candidate import Artifact
+from tkcc.api.fields import BASELINE
+from tkcc.api.spec import Spec
+from tkcc.api.status import Plan, Revision, Status
+from tkcc.control.acceptance import Acceptance, accept
+from tkcc.control.drift import Traffic, traffic_of
+from tkcc.control.observed import Observed, PodSeen, ServingSeen
+
+
+@dataclass(frozen=True)
+class Turn:
+    spec: Spec
+    seen: Observed
+    traffic: Traffic
+    acceptance: Acceptance
+
+    @classmethod
+    def of(cls, spec: Spec, status: Status, seen: Observed) -> "Turn":
+        return cls(spec, seen, traffic_of(seen, spec.drift), accept(spec, status, seen))
+
+    @property
+    def now(self) -> datetime:
+        return self.seen.now
+
+    def manifest(self, artifact: str) -> Artifact | None:
+        return next((a.manifest for a in self.seen.artifacts if a.digest == artifact), None)
+
+
+def serves(pod: PodSeen, artifact: str) -> bool:
+    """Does the pod itself say that it runs this artifact? Not without an answer."""
+    if artifact == BASELINE:
+        return bool(pod.artifact_digest) and pod.artifact_digest == pod.baseline_digest
+    return pod.artifact_digest == artifact
+
+
+def live_pods(serving: ServingSeen | None) -> tuple[PodSeen, ...]:
+    return tuple(pod for pod in serving.pods if not pod.is_terminating) if serving else ()
+
+
+def in_service(serving: ServingSeen | None) -> tuple[PodSeen, ...]:
+    """Ready pods that the Service selects."""
+    return tuple(pod for pod in live_pods(serving) if pod.is_ready and pod.in_service)
+
+
+def is_whole(stable: ServingSeen | None, artifact: str, replicas: int) -> bool:
+    """Has every one of `replicas` stable pods the present template, is ready, and says it runs the artifact?"""
+    if stable is None or not stable.is_current or stable.artifact != artifact:
+        return False
+    if not stable.replicas == stable.updated_replicas == stable.ready_replicas == replicas:
+        return False
+    return sum(pod.is_ready and serves(pod, artifact) for pod in live_pods(stable)) >= replicas
+
+
+def stable_plans(status: Status) -> tuple[Plan, ...]:
+    """Plans of the artifact in service."""
+    return tuple(plan for plan in status.drift.plans if plan.artifact == status.stable.artifact)
+
+
+def is_rolled_back(status: Status, artifact: str) -> bool:
+    return any(item.artifact == artifact for item in status.rolled_back)
+
+
+def incompatibility(turn: Turn, artifact: str) -> str:
+    """Why the stable pods' engine cannot run this artifact as it was judged, or ""."""
+    if artifact == BASELINE:
+        return ""
+    manifest = turn.manifest(artifact)
+    if manifest is None:
+        return f"ConfigMap tkcc-artifact-{artifact[:16]} does not exist"
+    for pod in live_pods(turn.seen.stable):
+        if pod.model_digest and pod.model_digest != manifest.model_digest:
+            return f"made for model {manifest.model_digest[:12]}, the pods serve {pod.model_digest[:12]}"
+        if pod.engine_version and pod.engine_version != manifest.engine_version:
+            return f"made for engine {manifest.engine_version}, the pods run {pod.engine_version}"
+    if manifest.dtype != turn.spec.engine.dtype.value:
+        return f"made for dtype {manifest.dtype}, spec.engine.dtype is {turn.spec.engine.dtype.value}"
+    return ""
+
+
+def revision_of(turn: Turn, artifact: str, like: Revision) -> Revision:
+    """`like`, with the name and speed-up of this artifact."""
+    manifest = turn.manifest(artifact)
+    return Revision(
+        artifact=artifact,
+        name=short_name(artifact),
+        digest="" if artifact == BASELINE else artifact,
+        source=like.source,
+        run=like.run,
+        speedup=speedup_text(manifest.gain_milli) if manifest else "",
+        workload=like.workload,
+        workload_digest=like.workload_digest,
+    )
+
+
+def short_name(artifact: str) -> str:
+    return artifact[:12]
+
+
+def speedup_text(gain_milli: int) -> str:
+    """Time saved, in thousandths, as a factor: 200 is 1.25x."""
+    return f"{1000 / (1000 - gain_milli):.2f}x" if gain_milli < 1000 else ""
+
+
+def clock(at: datetime) -> str:
+    """A time for a message."""
+    return at.strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -142,6 +142,19 @@ class Cluster:
             field_manager=manager,
         )
 
+    async def merge_status(
+        self, kind: Kind, namespace: str, name: str, version: str, patch: JsonObject, manager: str
+    ) -> JsonObject:
+        """JSON merge patch of fields of `status`, over the resourceVersion read: raises Conflict if the object was
+        written since. For a status that two processes write, each some fields of it."""
+        return await self._request(
+            "patch",
+            self._path(kind, namespace, name) + "/status",
+            body={"metadata": {"resourceVersion": version}, "status": patch},
+            content_type="application/merge-patch+json",
+            field_manager=manager,
+        )
+
     async def delete(self, kind: Kind, namespace: str, name: str, uid: str | None = None) -> bool:
         """Delete it and, in the background, what it owns. False where it was not there. With `uid`, raises Conflict
         if the name now belongs to another object."""

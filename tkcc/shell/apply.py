@@ -1,10 +1,10 @@
 """Carries out the core's actions for one InferenceDeployment, in order; the first that fails ends the turn."""
 
-import logging
+from dataclasses import replace
 from typing import assert_never
 
 from tkcc.api.codec import from_dict
-from tkcc.api.condition import Condition, ConditionStatus, RunConditionType, find_condition, set_condition
+from tkcc.api.condition import Condition, ConditionStatus, RunConditionType, set_condition
 from tkcc.api.run import RunSpec, RunStatus
 from tkcc.control.actions import (
     Action,
@@ -20,8 +20,9 @@ from tkcc.control.actions import (
     EnsureStable,
     EnsureWeight,
 )
+from tkcc.control.run import has_ended
 from tkcc.kube.cluster import STATUS, TRAFFIC, WORKLOAD, Cluster
-from tkcc.kube.errors import Conflict, NotFound
+from tkcc.kube.errors import Conflict, Invalid, NotFound
 from tkcc.kube.resources import CONFIG_MAP, POD, RECOMPILATION_RUN
 from tkcc.shell.memory import Memory
 from tkcc.shell.observe import World
@@ -41,8 +42,6 @@ from tkcc.shell.render.names import (
 from tkcc.shell.settings import Settings
 from tkcc.shell.traffic import TrafficTaker
 
-log = logging.getLogger(__name__)
-
 
 class Applier:
     def __init__(self, cluster: Cluster, settings: Settings, traffic: TrafficTaker):
@@ -51,7 +50,7 @@ class Applier:
         self._traffic = traffic
 
     async def apply(self, action: Action, world: World, memory: Memory) -> None:
-        """Make it true. Raises ClusterError, and ArtifactError for a result that is not what it claims."""
+        """Make it true. Raises ClusterError; Invalid also for a result that is not what it claims."""
         own = memory.own
         owner, spec, settings = world.owner, world.spec, self._settings
         match action:
@@ -114,19 +113,16 @@ class Applier:
         run = world.runs.get(name)
         if run is None:
             return
-        status = from_dict(RunStatus, run.get("status") or {})
-        have = find_condition(status.conditions, RunConditionType.SUCCEEDED)
-        if have and have.status is not ConditionStatus.UNKNOWN:
+        status, meta = from_dict(RunStatus, run.get("status") or {}), run["metadata"]
+        if has_ended(status):
             return
-        generation = run["metadata"]["generation"]
-        end = Condition(RunConditionType.SUCCEEDED, ConditionStatus.FALSE, reason, message, generation)
-        ended = RunStatus(
-            observed_generation=generation,
-            artifact=status.artifact,
-            finished_at=world.seen.now,
-            conditions=set_condition(status.conditions, end, world.seen.now),
+        end = Condition(RunConditionType.SUCCEEDED, ConditionStatus.FALSE, reason, message, meta["generation"])
+        conditions = set_condition(status.conditions, end, world.seen.now)
+        ended = replace(status, finished_at=world.seen.now, conditions=conditions)
+        patch = render_run.status_patch(status, ended)
+        await self._cluster.merge_status(
+            RECOMPILATION_RUN, meta["namespace"], name, meta["resourceVersion"], patch, STATUS
         )
-        await self._cluster.apply_status(render_run.status(run, ended), STATUS)
 
     async def _ensure_artifact(self, owner: Owner, own: Own, digest: str, run: str) -> None:
         if await self._cluster.get(CONFIG_MAP, owner.namespace, artifact_name(digest)):
@@ -134,4 +130,8 @@ class Applier:
         result = await self._cluster.get(CONFIG_MAP, owner.namespace, result_name(run))
         if result is None:
             raise Conflict(f"the result of {run} has gone before its artifact was made")
-        await self._cluster.create_once(render_artifact.artifact(owner, digest, result.get("data", {})), WORKLOAD)
+        try:
+            made = render_artifact.artifact(owner, digest, result.get("data") or {})
+        except render_artifact.ArtifactError as err:
+            raise Invalid(f"the result of {run} is refused: {err}") from err
+        await self._cluster.create_once(made, WORKLOAD)

@@ -1,11 +1,10 @@
-"""Kubernetes Events: one object per (object, type, reason) that counts and shows the newest message.
+"""Kubernetes Events, named by the digest of what they say: the same thing said again is counted, not stored again.
 
-A hundred turns of the same thing are one line in `kubectl describe`, not a hundred objects in etcd. Posting is best
-effort: an Event that cannot be written is logged and never holds up a turn.
+Posting is best effort: an Event that cannot be written is logged and never holds up a turn.
 """
 
 import logging
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 from tkcc.api.codec import sha256_hex
 from tkcc.control.actions import EmitEvent
@@ -14,6 +13,7 @@ from tkcc.kube.errors import AlreadyExists, ClusterError, NotFound
 from tkcc.kube.resources import EVENT, JsonObject
 
 log = logging.getLogger(__name__)
+REPEAT_AFTER = timedelta(minutes=1)
 MAX_MESSAGE = 1024  # the API server's limit
 
 
@@ -21,8 +21,15 @@ class Recorder:
     def __init__(self, cluster: Cluster, instance: str):
         self._cluster = cluster
         self._instance = instance
+        self._posted: dict[str, datetime] = {}  # name -> when
 
     async def post(self, about: JsonObject, event: EmitEvent) -> None:
+        """Within a minute the same event is posted once."""
+        now = datetime.now(UTC)
+        self._posted = {name: at for name, at in self._posted.items() if now - at < REPEAT_AFTER}
+        if event_name(about, event) in self._posted:
+            return
+        self._posted[event_name(about, event)] = now
         meta = about["metadata"]
         log.info("%s/%s: %s: %s", meta["namespace"], meta["name"], event.reason, event.message)
         try:
@@ -41,7 +48,7 @@ class Recorder:
                 return
             except AlreadyExists:
                 have = {"count": 1}
-        patch = {"count": have.get("count", 1) + 1, "message": message, "lastTimestamp": now}
+        patch = {"count": have.get("count", 1) + 1, "lastTimestamp": now}
         try:
             await self._cluster.merge(EVENT, namespace, name, patch, STATUS)
         except NotFound:
@@ -73,5 +80,5 @@ class Recorder:
 
 
 def event_name(about: JsonObject, event: EmitEvent) -> str:
-    digest = sha256_hex(f"{about['metadata']['uid']} {event.type.value} {event.reason}")
+    digest = sha256_hex(f"{about['metadata']['uid']} {event.type.value} {event.reason} {event.message}")
     return f"{about['metadata']['name']}.{digest[:12]}"

@@ -16,7 +16,6 @@ from tkcc.api.condition import (
     Condition,
     ConditionStatus,
     ConditionType,
-    RunConditionType,
     find_condition,
     set_condition,
 )
@@ -25,7 +24,7 @@ from tkcc.api.spec import Spec
 from tkcc.api.status import Status
 from tkcc.control.actions import EmitEvent
 from tkcc.control.reconcile import look_again_in, reconcile
-from tkcc.control.run import reconcile_run
+from tkcc.control.run import has_ended, reconcile_run
 from tkcc.kube.cluster import STATUS, Cluster
 from tkcc.kube.errors import Forbidden, Invalid
 from tkcc.kube.resources import CONFIG_MAP, INFERENCE_DEPLOYMENT, RECOMPILATION_RUN, JsonObject
@@ -39,7 +38,7 @@ from tkcc.shell.own import Own
 from tkcc.shell.probe import Prober
 from tkcc.shell.record import Recorder
 from tkcc.shell.render.names import Owner, labels, observations_name, owned
-from tkcc.shell.render.run import status as render_run_status
+from tkcc.shell.render.run import status_patch
 from tkcc.shell.runs import Runs
 from tkcc.shell.samples import pack
 from tkcc.shell.seen import meta, result
@@ -81,7 +80,11 @@ class DeploymentTurns:
         try:
             spec = from_dict(Spec, obj["spec"])
         except ValueError as err:  # the CRD lets through what this operator does not know
-            await self._show_refusal(obj, status, ConditionType.ACCEPTED, "InvalidSpec", str(err))
+            generation = meta(obj).generation
+            refused = Condition(
+                ConditionType.ACCEPTED, ConditionStatus.FALSE, "InvalidSpec", str(err)[:1024], generation
+            )
+            await self._show(obj, status, refused)
             return REFUSED_TURN_S
         memory = await self._memory(key, obj)
         world = await self._observer.observe(obj, spec, status, memory)
@@ -91,7 +94,10 @@ class DeploymentTurns:
                 if not isinstance(action, EmitEvent):
                     await self._applier.apply(action, world, memory)
         except (Invalid, Forbidden) as err:
-            await self._show_refusal(obj, status, ConditionType.DEGRADED, "OperatorError", str(err))
+            _, told = reconcile(spec, status, replace(world.seen, operator_error=str(err)[:1024]))
+            degraded = find_condition(told.conditions, ConditionType.DEGRADED)
+            assert degraded is not None, "the core sets every known condition"
+            await self._show(obj, status, degraded)
             raise
         if new != status:
             await self._cluster.apply_status(_status_object(obj, new), STATUS)
@@ -137,16 +143,12 @@ class DeploymentTurns:
         await memory.own.apply(owned(CONFIG_MAP, owner, name, meta_labels, binaryData=pack(memory.samples)))
         memory.checkpoint_at = now
 
-    async def _show_refusal(
-        self, obj: JsonObject, status: Status, type_: ConditionType, reason: str, message: str
-    ) -> None:
-        """Only this condition changes: nothing that was decided in this turn has happened."""
-        is_bad = ConditionStatus.FALSE if type_ is ConditionType.ACCEPTED else ConditionStatus.TRUE
-        condition = Condition(type_, is_bad, reason, message[:1024], meta(obj).generation)
+    async def _show(self, obj: JsonObject, status: Status, condition: Condition) -> None:
+        """Write this condition and nothing else: nothing that was decided in this turn has happened."""
         conditions = set_condition(status.conditions, condition, datetime.now(UTC))
         if conditions != status.conditions:
-            log.warning("%s/%s: %s", obj["metadata"]["namespace"], obj["metadata"]["name"], message)
-            await self._cluster.apply_status(_status_object(obj, replace(status, conditions=conditions)), STATUS)
+            shown = replace(status, conditions=conditions)
+            await self._cluster.apply_status(_status_object(obj, shown), STATUS)
 
     def _due_s(self, spec: Spec, status: Status) -> float:
         return self._settings.tick_s or look_again_in(spec, status).total_seconds()
@@ -166,17 +168,18 @@ class RunTurns:
             return None
         world = await self._runs.observe(obj)
         status = from_dict(RunStatus, obj.get("status") or {})
-        if _is_ended(status) and not world.seen.leftovers:
+        if has_ended(status) and not world.seen.leftovers:
             return None
         actions, new = reconcile_run(world.spec, status, world.seen)
         own = Own(self._cluster, world.owner)
         for action in actions:
             if not isinstance(action, EmitEvent):
                 await self._runs.apply(action, world, own)
-        body = render_run_status(obj, new)
-        if body != render_run_status(obj, status):
-            await self._cluster.apply_status(body, STATUS)
-            if _is_ended(new) and not _is_ended(status):
+        patch = status_patch(status, new)
+        if patch:
+            version = obj["metadata"]["resourceVersion"]
+            await self._cluster.merge_status(RECOMPILATION_RUN, key.namespace, key.name, version, patch, STATUS)
+            if has_ended(new) and not has_ended(status):
                 self._metrics.run_ended(key, world.spec.deployment, new)
         for action in actions:
             if isinstance(action, EmitEvent):
@@ -201,8 +204,3 @@ def _status_object(obj: JsonObject, status: Status) -> JsonObject:
         "metadata": {key: have[key] for key in ("namespace", "name", "resourceVersion")},
         "status": to_dict(status),
     }
-
-
-def _is_ended(status: RunStatus) -> bool:
-    end = find_condition(status.conditions, RunConditionType.SUCCEEDED)
-    return end is not None and end.status is not ConditionStatus.UNKNOWN

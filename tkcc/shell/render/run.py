@@ -4,7 +4,6 @@ import base64
 import gzip
 
 from tkcc.api.codec import canonical_json, to_dict, to_json
-from tkcc.api.condition import RunConditionType
 from tkcc.api.fields import BASELINE
 from tkcc.api.run import RunSpec, RunStatus
 from tkcc.api.spec import PodSettings, ProposerType
@@ -51,7 +50,6 @@ from tkcc.shell.render.pod import (
 )
 from tkcc.shell.settings import Settings
 
-OPERATOR_CONDITIONS = (RunConditionType.ADMITTED, RunConditionType.SUCCEEDED)
 TIER, WORKER = "tier", "worker"  # components
 RUN_DIR, INCUMBENT_DIR, SCRIPT_DIR = "/run/tkcc/run", "/run/tkcc/incumbent", "/run/tkcc/script"
 JOB_GRACE_S = 600  # beyond the run's budget, for images to be pulled and tiers to start
@@ -64,18 +62,11 @@ def recompilation_run(owner: Owner, name: str, spec: RunSpec) -> JsonObject:
     return owned(RECOMPILATION_RUN, owner, name, labels(owner.name, "run"), spec=to_dict(spec))
 
 
-def status(obj: JsonObject, new: RunStatus) -> JsonObject:
-    """The operator's part of a run's status, to be applied over the version read; the worker's part is left alone."""
-    ours = {"observedGeneration", "artifact", "finishedAt", "conditions"}
-    fields = {name: value for name, value in to_dict(new).items() if name in ours}
-    fields["conditions"] = [c for c in fields["conditions"] if c["type"] in OPERATOR_CONDITIONS]
-    meta = obj["metadata"]
-    return {
-        "apiVersion": RECOMPILATION_RUN.api_version,
-        "kind": RECOMPILATION_RUN.kind,
-        "metadata": {key: meta[key] for key in ("namespace", "name", "resourceVersion")},
-        "status": fields,
-    }
+def status_patch(old: RunStatus, new: RunStatus) -> JsonObject:
+    """Merge patch from one status to the other; empty if they are equal. The worker writes to the same status: what it
+    wrote is passed on as it was read, and a conflict says when it wrote meanwhile."""
+    have, want = to_dict(old), to_dict(new)
+    return {name: want.get(name) for name in have | want if have.get(name) != want.get(name)}
 
 
 def token(run: Owner, spec: RunSpec, secret_token: str) -> JsonObject:

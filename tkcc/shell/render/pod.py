@@ -10,7 +10,8 @@ from tkcc.shell.render.names import artifact_name
 from tkcc.shell.settings import Settings
 
 USER_ID = 10001  # of the images
-MODELS_DIR, ARTIFACT_DIR, CACHE_DIR, TORCH_DIR = "/models", "/artifact", "/cache", "/opt/torch"
+MODELS_DIR, ARTIFACT_DIR, CACHE_DIR = "/models", "/artifact", "/cache"
+TORCH_DIR = "/opt/torch"  # on sys.path in engine images
 TOKEN_DIR, TOKEN_FILE = "/run/tkcc/token", "/run/tkcc/token/token"
 GROUP_READ = 0o440  # root writes, our group reads
 
@@ -74,7 +75,7 @@ def engine_volumes(model: ModelSpec, settings: Settings, artifact: str = BASELIN
     return volumes
 
 
-def engine_env(cpus: str, settings: Settings) -> list[JsonObject]:
+def engine_env(cpus: str) -> list[JsonObject]:
     return env(
         {
             "HOME": CACHE_DIR,
@@ -82,7 +83,6 @@ def engine_env(cpus: str, settings: Settings) -> list[JsonObject]:
             "TRITON_CACHE_DIR": f"{CACHE_DIR}/triton",
             "TKCC_BUILD_CACHE": f"{CACHE_DIR}/build",
             "TKCC_CPUS": cpus,
-            "PYTHONPATH": TORCH_DIR if settings.torch_host_path else "",
         }
     )
 

@@ -199,7 +199,7 @@ def tier_deployment(run: Owner, spec: RunSpec, settings: Settings, tier: str) ->
                     "name": "tier",
                     "image": spec.engine.image or settings.images.engine,
                     "args": _tier_args(spec, tier),
-                    "env": engine_env(spec.tiers.cpus, settings),
+                    "env": engine_env(spec.tiers.cpus),
                     "ports": [{"name": "tier", "containerPort": TIER_PORT, "protocol": "TCP"}],
                     "resources": resources(pod),
                     "startupProbe": _probe(failures=_STARTUP_PROBES),

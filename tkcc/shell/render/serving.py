@@ -121,7 +121,7 @@ def _container(spec: Spec, settings: Settings, artifact: str) -> JsonObject:
         "name": "engine",
         "image": spec.engine.image or settings.images.engine,
         "args": _serve_args(spec, settings, artifact),
-        "env": engine_env(spec.engine.cpus, settings),
+        "env": engine_env(spec.engine.cpus),
         "ports": [
             {"name": "http", "containerPort": SERVING_PORT, "protocol": "TCP"},
             {"name": "admin", "containerPort": ADMIN_PORT, "protocol": "TCP"},

@@ -137,11 +137,12 @@ def start(turn: Turn, status: Status, trigger: Trigger) -> tuple[Status, tuple[A
 
 
 def _design_window(turn: Turn) -> tuple[Window, Workload] | None:
-    """What to compile for: the newer half of the long window, or all of it where that holds too few requests."""
+    """What to compile for: the newer half of the long window, but no more than the ticks that made the drift, since
+    before them traffic may still have been the old one. Longer windows where that holds too few requests."""
     spec = turn.spec.drift
     at = tick_of(turn.now, spec)
-    recent = max(spec.windows.short, spec.windows.long / 2)
-    for length in (recent, spec.windows.long):
+    recent = min(spec.windows.long / 2, spec.ticks * spec.tick)
+    for length in (recent, spec.windows.short, spec.windows.long):
         seen = turn.traffic.window(at, length)
         if seen.requests >= math.ceil(spec.min_requests * (length / spec.windows.long)):
             workload = workload_of(seen, turn.seen.requests)

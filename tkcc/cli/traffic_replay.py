@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--max-concurrency", type=int, default=64, metavar="N", help="requests in flight (default 64)")
     parser.add_argument("--request-timeout-s", type=float, default=120.0, metavar="S", help="default 120")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write one JSON line per request")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write one JSON line per request; - is stdout")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -77,10 +77,16 @@ def run(args: argparse.Namespace) -> int:
     _describe(plan)
     target = replay.Target(args.url, model, vocab, args.max_concurrency, args.request_timeout_s)
     try:
-        with args.out.open("w", encoding="utf-8") if args.out else nullcontext() as out:
+        with _open(args.out) as out:
             return asyncio.run(_replay(plan, target, args.duration_s, args.repeat, out))
     except OSError as err:
         raise CommandError(f"--out {args.out}: {err.strerror}") from err
+
+
+def _open(path: Path | None) -> AbstractContextManager[TextIO | None]:
+    if path is None or str(path) == "-":
+        return nullcontext(sys.stdout if path else None)
+    return path.open("w", encoding="utf-8")
 
 
 def _only_model(url: str) -> str:

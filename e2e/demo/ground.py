@@ -1,0 +1,116 @@
+"""Where the story takes place: a local cluster of our own, or one that TKCC_KUBECONFIG names; and the commands to
+reach it."""
+
+import json
+import os
+import subprocess
+import sysconfig
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from e2e.cluster import debian, images, toolchain
+from e2e.cluster.cluster import Cluster
+from e2e.cluster.errors import ClusterError
+from e2e.demo.clock import Stopwatch
+
+CLUSTER_NAME = "demo"
+KUBECONFIG_VARIABLE = "TKCC_KUBECONFIG"
+IMAGES_VARIABLE = "TKCC_IMAGES"
+PARTS = ("operator", "engine", "worker")
+COMMAND_DEADLINE_S = 120.0
+
+
+@dataclass(frozen=True)
+class Ground:
+    kubeconfig: Path
+    images: Mapping[str, str]  # part -> reference that the cluster can pull or has
+    torch_host_path: str = ""  # of the nodes, for engine images without torch
+
+    def kubectl(self, *words: str, stdin: str | None = None, deadline_s: float = COMMAND_DEADLINE_S) -> str:
+        return _run([str(toolchain.program("kubectl")), *words], self._environment, stdin, deadline_s)
+
+    def helm(self, *words: str, deadline_s: float = COMMAND_DEADLINE_S) -> str:
+        return _run([str(toolchain.program("helm")), *words], self._environment, None, deadline_s)
+
+    def follow(self, *words: str) -> list[str]:
+        """The command line of a kubectl that goes on until it is ended; run it with `environment`."""
+        return [str(toolchain.program("kubectl")), *words]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return dict(self._environment)
+
+    @property
+    def _environment(self) -> Mapping[str, str]:
+        return {**os.environ, "KUBECONFIG": str(self.kubeconfig)}
+
+
+def image_values(ground: Ground) -> dict[str, Any]:
+    """The chart's values for the ground's images."""
+    parts = {}
+    for part in PARTS:
+        repository, _, tag = ground.images[part].rpartition(":")
+        parts[part] = {"repository": repository, "tag": tag}
+    settings = {"torchHostPath": ground.torch_host_path} if ground.torch_host_path else {}
+    return {"image": parts, "settings": settings}
+
+
+def parse_images(text: str) -> dict[str, str]:
+    """`operator=REF:TAG,engine=...,worker=...` as TKCC_IMAGES has it. Raises ClusterError that says what is missing."""
+    found = dict(pair.split("=", 1) for pair in text.replace(" ", "").split(",") if "=" in pair)
+    bad = [part for part in PARTS if ":" not in found.get(part, "").rpartition("/")[2]]
+    if bad:
+        example = ",".join(f"{part}=registry.example/tkcc/{part}:1" for part in PARTS)
+        raise ClusterError(f"{IMAGES_VARIABLE} has no image with a tag for {', '.join(bad)}: write {example}")
+    return {part: found[part] for part in PARTS}
+
+
+@contextmanager
+def ground(watch: Stopwatch) -> Iterator[Ground]:
+    """The given cluster, or a local one that ends with the block."""
+    given = os.environ.get(KUBECONFIG_VARIABLE)
+    if given:
+        if not Path(given).is_file():
+            raise ClusterError(f"{KUBECONFIG_VARIABLE}={given}: no such file")
+        with watch.step("build"):
+            toolchain.build()
+        yield Ground(
+            Path(given).resolve(),
+            parse_images(os.environ.get(IMAGES_VARIABLE, "")),
+            os.environ.get("TKCC_TORCH_PATH", ""),
+        )
+        return
+    with watch.step("build"):
+        debian.install()
+        toolchain.build()
+        built = images.build_all()
+    cluster = Cluster(CLUSTER_NAME)
+    with watch.step("cluster"):
+        cluster.up(die_with_parent=True)
+    try:
+        with watch.step("images"):
+            cluster.load(image.archive for image in built.values())
+        references = {part: built[part].reference for part in PARTS}
+        yield Ground(cluster.kubeconfig, references, sysconfig.get_paths()["purelib"])
+    finally:
+        cluster.down()
+
+
+def _run(argv: list[str], environment: Mapping[str, str], stdin: str | None, deadline_s: float) -> str:
+    try:
+        done = subprocess.run(
+            argv, input=stdin, capture_output=True, text=True, timeout=deadline_s, env=dict(environment), check=False
+        )
+    except subprocess.TimeoutExpired as late:
+        raise ClusterError(f"{' '.join(argv[:4])}: no answer in {deadline_s:.0f} s") from late
+    if done.returncode != 0:
+        raise ClusterError(f"{Path(argv[0]).name} {' '.join(argv[1:5])}: {done.stderr.strip()[-2000:]}")
+    return done.stdout
+
+
+def manifest(*objects: Mapping[str, Any]) -> str:
+    """Objects as kubectl takes them on stdin."""
+    return json.dumps({"apiVersion": "v1", "kind": "List", "items": list(objects)})

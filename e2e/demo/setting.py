@@ -1,0 +1,117 @@
+"""What is there before the story: the subject, the chart and its operator, the weights; and the last look at it all."""
+
+import json
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from e2e.cluster import progress
+from e2e.cluster.errors import ClusterError
+from e2e.demo.clock import Stopwatch
+from e2e.demo.ground import Ground, image_values, manifest
+from tkcc.api.codec import from_dict
+from tkcc.api.spec import Spec, model_claim
+
+REPOSITORY = Path(__file__).parents[2]
+EXAMPLE = REPOSITORY / "examples" / "smollm2.yaml"
+CHART = REPOSITORY / "charts" / "tkcc"
+SYSTEM_NAMESPACE = "tkcc-system"
+INSTALL_DEADLINE_S = 120.0
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The InferenceDeployment that the story is about."""
+
+    path: Path
+    name: str
+    namespace: str
+    model_uri: str
+    tier_cpus: str
+
+    @classmethod
+    def read(cls, path: Path) -> "Subject":
+        objects = [obj for obj in yaml.safe_load_all(path.read_text()) if obj]
+        subject = next(obj for obj in objects if obj["kind"] == "InferenceDeployment")
+        meta = subject["metadata"]
+        spec = from_dict(Spec, subject["spec"])
+        cpus = spec.recompilation.tiers.cpus
+        return cls(path, meta["name"], meta.get("namespace", "default"), spec.model.uri, cpus)
+
+
+def install(ground: Ground, watch: Stopwatch) -> None:
+    """The chart, and its operator ready."""
+    with watch.step("install"), progress.step("install the chart"):
+        values = json.dumps(image_values(ground))
+        path = REPOSITORY / "build" / "demo" / "values.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(values)
+        ground.helm(
+            *("upgrade", "--install", "tkcc", str(CHART), "--namespace", SYSTEM_NAMESPACE, "--create-namespace"),
+            *("--values", str(path), "--wait", "--timeout", f"{INSTALL_DEADLINE_S:.0f}s"),
+            deadline_s=INSTALL_DEADLINE_S + 30,
+        )
+
+
+def provide_weights(ground: Ground, subject: Subject, model_dir: Path) -> None:
+    """A read-only claim on the model's directory of this machine, unless the cluster has the claim already."""
+    claim, path = model_claim(subject.model_uri)
+    have = ground.kubectl("get", "pvc", claim, "-n", subject.namespace, "--ignore-not-found", "-o", "name")
+    if have.strip():
+        return
+    root = model_dir
+    for _ in filter(None, path.split("/")):
+        root = root.parent
+    if root / path != model_dir and path:
+        raise ClusterError(f"{subject.path} wants {subject.model_uri}, but the model is in {model_dir}")
+    volume = {
+        "apiVersion": "v1",
+        "kind": "PersistentVolume",
+        "metadata": {"name": f"{subject.namespace}-{claim}"},
+        "spec": {
+            "capacity": {"storage": "2Gi"},
+            "accessModes": ["ReadOnlyMany"],
+            "persistentVolumeReclaimPolicy": "Retain",
+            "storageClassName": "",
+            "hostPath": {"path": str(root), "type": "Directory"},
+            "claimRef": {"namespace": subject.namespace, "name": claim},
+        },
+    }
+    wanted = {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": {"name": claim, "namespace": subject.namespace},
+        "spec": {
+            "accessModes": ["ReadOnlyMany"],
+            "storageClassName": "",
+            "volumeName": f"{subject.namespace}-{claim}",
+            "resources": {"requests": {"storage": "1Gi"}},
+        },
+    }
+    ground.kubectl("apply", "-f", "-", stdin=manifest(volume, wanted))
+
+
+def machine() -> dict[str, str]:
+    cpu = next(
+        (
+            line.split(":", 1)[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if "model name" in line
+        ),
+        platform.processor(),
+    )
+    return {"cores": str(os.cpu_count()), "CPU": cpu, "kernel": platform.release(), "Python": platform.python_version()}
+
+
+def closing(ground: Ground, subject: Subject) -> str:
+    """The last word: objects and conditions as kubectl shows them."""
+    table = ground.kubectl("get", "infdep,recompilationruns", "-n", subject.namespace)
+    obj: dict[str, Any] = json.loads(
+        ground.kubectl("get", "infdep", subject.name, "-n", subject.namespace, "-o", "json")
+    )
+    lines = [f"{c['type']:22s} {c['status']:8s} {c['reason']:24s} {c['message']}" for c in obj["status"]["conditions"]]
+    return f"{table}\n" + "\n".join(lines)

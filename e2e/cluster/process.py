@@ -94,6 +94,14 @@ def _reap(pid: int) -> None:
         os.waitpid(pid, os.WNOHANG)
 
 
+def _wait_tethered(pid: int) -> None:
+    """Wait until setpriv has tied the process and become its command: before that, our death would not end it."""
+    until = time.monotonic() + 10.0
+    with suppress(OSError):
+        while Path(f"/proc/{pid}/comm").read_text() == "setpriv\n" and time.monotonic() < until:
+            time.sleep(0.002)
+
+
 def _child_of(pid: int) -> Process | None:
     """The one process that `pid` forks, waited for; None when `pid` ends without."""
     until = time.monotonic() + 10.0
@@ -158,6 +166,8 @@ class Daemon:
             ],
             setsid=True,
         )
+        if tether:
+            _wait_tethered(pid)
         process = _child_of(pid) if enter else Process.of(pid)
         if process is None:
             raise with_tail(f"{self.name} of cluster {self.cluster} did not start", self.log)

@@ -1,0 +1,123 @@
+"""The thin parts of the demo that do not need a cluster to be wrong."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from e2e.cluster.errors import ClusterError
+from e2e.demo.facts import Story
+from e2e.demo.ground import Ground, image_values, parse_images
+from e2e.demo.load import Load, pod_of
+from e2e.demo.watch import Watcher
+from tkcc.api.codec import to_dict
+from tkcc.api.condition import Condition, ConditionStatus
+from tkcc.api.run import CandidateCounts, CandidateSummary, RunSpec, RunStatus, Trigger
+from tkcc.api.spec import ModelSpec
+from tkcc.api.status import Revision, Source, Status
+from tkcc.api.workload import Quantiles, Workload
+from tkcc.kube.resources import CONFIG_MAP, INFERENCE_DEPLOYMENT, RECOMPILATION_RUN, Kind
+
+REFERENCES = "operator=reg.example:5000/tkcc/op:1,engine=localhost/tkcc-engine:abc, worker=localhost/w:2"
+BASELINE, FOR_A, FOR_B = "0" * 64, "a" * 64, "b" * 64
+
+
+def test_images_are_named_by_part():
+    images = parse_images(REFERENCES)
+    values = image_values(Ground(Path("k"), images, "/opt/site"))
+    assert values["image"]["operator"] == {"repository": "reg.example:5000/tkcc/op", "tag": "1"}
+    assert values["image"]["engine"] == {"repository": "localhost/tkcc-engine", "tag": "abc"}
+    assert values["settings"] == {"torchHostPath": "/opt/site"}
+
+
+@pytest.mark.parametrize(
+    "text", ["", "operator=a:1", REFERENCES.replace(":abc", ""), "operator=reg:5000/op,engine=e:1,worker=w:1"]
+)
+def test_an_image_without_a_tag_is_refused_with_an_example(text):
+    with pytest.raises(ClusterError, match=r"TKCC_IMAGES has no image with a tag for .*: write operator="):
+        parse_images(text)
+
+
+def test_the_replay_pod_sends_the_trace_to_the_service_and_may_do_nothing_else():
+    load = Load("A", Path("examples/traces/chat.jsonl.gz"), 0.125, 2.0, 600)
+    pod = pod_of(load, "default", "localhost/w:2", "http://10.96.0.7")
+    (container,) = pod["spec"]["containers"]
+    words = " ".join(container["command"])
+    assert "tkcc traffic replay /traces/chat.jsonl.gz --url http://10.96.0.7 --out -" in words
+    assert "--length-factor 0.125 --time-factor 2.0" in words
+    assert pod["spec"]["automountServiceAccountToken"] is False
+    assert pod["spec"]["securityContext"]["runAsNonRoot"] is True
+    assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+
+
+@dataclass
+class Objects:
+    """As much of tkcc.kube's Cluster as a watcher reads: objects by kind and name."""
+
+    objects: dict[tuple[Kind, str], dict] = field(default_factory=dict)
+
+    async def get(self, kind: Kind, namespace: str, name: str) -> Mapping | None:
+        return self.objects.get((kind, name))
+
+    async def list(self, kind: Kind, namespace: str) -> list:
+        return [obj for (k, _), obj in self.objects.items() if k == kind]
+
+    def deployment(self, **status) -> None:
+        self.objects[INFERENCE_DEPLOYMENT, "smollm2"] = {"status": to_dict(Status(**status))}
+
+    def run(self, name: str, status: RunStatus, *journal: dict) -> None:
+        mean = Quantiles(200, 200, 200, 200)
+        workload = Workload(mean, mean, mean, 400, 60, 60, 60)
+        model = ModelSpec("pvc://weights/", "smollm2")
+        spec = RunSpec("smollm2", workload, workload.digest, "baseline", Trigger.DRIFT, model)
+        self.objects[RECOMPILATION_RUN, name] = {
+            "metadata": {"name": name},
+            "spec": to_dict(spec),
+            "status": to_dict(status),
+        }
+        text = "".join(json.dumps(line) + "\n" for line in journal)
+        self.objects[CONFIG_MAP, f"{name}-result"] = {"data": {"journal.jsonl": text}}
+
+
+READY = Condition("Ready", ConditionStatus.TRUE, "AllReplicasReady", "2 of 2", 1)
+ACCEPTED = {"outcome": "ACCEPTED", "tier": "fast", "digest": FOR_A, "gainMilli": 90, "hypothesis": "h", "reloadS": 0.7}
+
+
+async def test_the_watcher_tells_each_thing_once_and_keeps_the_facts():
+    objects, story, shown = Objects(), Story(), []
+    watcher = Watcher(objects, "default", "smollm2", story, lambda: 5.0, shown.append)
+    objects.deployment(conditions=(READY,), stable=Revision(digest=BASELINE))
+    objects.run("r1", RunStatus(), ACCEPTED)
+    await watcher.look()
+    first = len(shown)
+    await watcher.look()
+    assert len(shown) == first and len(story.looks) == 2
+    assert [c.reload_s for c in story.candidates] == [0.7]
+    assert story.revisions == [BASELINE]
+
+    ended = Condition("Succeeded", ConditionStatus.TRUE, "SearchSucceeded", "1 accepted", 1)
+    top = (CandidateSummary(FOR_A, "fast", "ACCEPTED", 90, "h"),)
+    objects.run(
+        "r1", RunStatus(candidates=CandidateCounts(2, 1, 1), top=top, conditions=(ended,)),
+        ACCEPTED, {**ACCEPTED, "digest": FOR_B, "outcome": "WRONG", "reloadS": None},
+    )  # fmt: skip
+    objects.deployment(conditions=(READY,), stable=Revision(FOR_A, "aaaa", FOR_A, Source.RUN, "r1"))
+    await watcher.look()
+    assert [(c.digest, c.outcome) for c in story.candidates] == [(FOR_A, "ACCEPTED"), (FOR_B, "WRONG")]
+    assert [(run.name, run.workload, run.outcome) for run in story.runs] == [("r1", "A", "SearchSucceeded")]
+    assert (story.revisions, story.compiled_for) == ([BASELINE, FOR_A], {FOR_A: "A"})
+    texts = [told.text for told in shown]
+    assert len(texts) == len(set(texts)), "something was told twice"
+
+
+async def test_a_run_belongs_to_the_workload_that_was_being_sent_when_it_started():
+    objects, story = Objects(), Story()
+    watcher = Watcher(objects, "default", "smollm2", story, lambda: 5.0, lambda told: None)
+    objects.run("r1", RunStatus())
+    await watcher.look()
+    watcher.workload = "B"
+    objects.run("r2", RunStatus())
+    await watcher.look()
+    assert {name: run.workload for name, run in watcher.view.runs.items()} == {"r1": "A", "r2": "B"}

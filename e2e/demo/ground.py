@@ -6,7 +6,7 @@ import os
 import subprocess
 import sysconfig
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from e2e.cluster.errors import ClusterError
 from e2e.demo.clock import Stopwatch
 
 CLUSTER_NAME = "demo"
+LOGS = Path(__file__).parents[2] / "build" / "demo" / "logs"  # of the local cluster, for a reader afterwards
 KUBECONFIG_VARIABLE = "TKCC_KUBECONFIG"
 IMAGES_VARIABLE = "TKCC_IMAGES"
 PARTS = ("operator", "engine", "worker")
@@ -96,6 +97,8 @@ def ground(watch: Stopwatch) -> Iterator[Ground]:
         references = {part: built[part].reference for part in PARTS}
         yield Ground(cluster.kubeconfig, references, sysconfig.get_paths()["purelib"])
     finally:
+        with suppress(OSError):
+            cluster.keep_logs(LOGS)
         cluster.down()
 
 

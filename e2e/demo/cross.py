@@ -24,7 +24,7 @@ import httpx
 
 from e2e.cluster.errors import ClusterError
 from e2e.demo.facts import Ratio, Story
-from e2e.demo.ground import Ground
+from e2e.demo.ground import LOGS, Ground
 from e2e.demo.setting import Subject
 from tkcc.api.candidate import Artifact, Candidate
 from tkcc.api.codec import from_dict, from_json, to_dict
@@ -32,6 +32,7 @@ from tkcc.api.report import AlphaTicket, Report
 
 PAIRS = 60  # of interleaved timings for each cell of the table
 START_DEADLINE_S, CELL_DEADLINE_S = 120.0, 180.0
+LOG = LOGS / "cross-tier.log"
 
 
 class CrossError(RuntimeError):
@@ -118,11 +119,14 @@ async def _slow_tier(model_dir: Path, cpus: str) -> AsyncIterator[httpx.AsyncCli
         token_file.touch(mode=0o600)
         token_file.write_text(token)
         words = ["tier", "--model", str(model_dir), "--tier", "slow", "--layers", "all", "--port", "0"]
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "tkcc", *words, "--token-file", str(token_file)),
-            env={**os.environ, **({"TKCC_CPUS": cpus} if cpus else {})},
-            stdout=asyncio.subprocess.PIPE,
-        )
+        LOG.parent.mkdir(parents=True, exist_ok=True)
+        with LOG.open("wb") as log:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "tkcc", *words, "--token-file", str(token_file)),
+                env={**os.environ, **({"TKCC_CPUS": cpus} if cpus else {})},
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+            )
         try:
             url = await asyncio.wait_for(_address(process), START_DEADLINE_S)
             headers = {"Authorization": f"Bearer {token}"}
@@ -149,7 +153,7 @@ async def _address(process: asyncio.subprocess.Process) -> str:
         _, _, url = line.decode().strip().partition(": http://")
         if url:
             return f"http://{url}"
-    raise CrossError(f"the tier ended with exit code {await process.wait()}, as it says above")
+    raise CrossError(f"the tier ended with exit code {await process.wait()}, see {LOG}")
 
 
 async def fill_cross(

@@ -1,8 +1,8 @@
 """The baseline revision: a Llama-family decoder in plain PyTorch over paged keys and values.
 
 It defines what is right: candidates are measured against it, and a serving pod without an artifact runs it. So it is
-kept plain, but not slow: the head sees last tokens only, RoPE comes from tables, a step shares its indices and mask
-among the layers, and query heads of one KV head attend together, so keys and values are never repeated.
+kept plain, but not slow: what only the last tokens need is done for them only, RoPE comes from tables, the layers share
+a step's indices and mask, and query heads of one KV head attend together, so keys and values are never repeated.
 
 Shape letters: T new tokens, B requests, C context, d hidden, H query heads, K KV heads, G = H / K, D head dim,
 R = D / 2, N blocks, S slots of a block, P pages of a request, V vocabulary, L layers.
@@ -34,16 +34,6 @@ class Layer:
     down_proj: Tensor  # [d, I]
     q_norm_d: Tensor | None  # [D], Qwen3 only
     k_norm_d: Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What all layers of one step share."""
-
-    cos_t1d: Tensor
-    sin_t1d: Tensor
-    block_t: Tensor  # where each new token's K and V go: block ...
-    slot_t: Tensor  # ... and slot in it
 
 
 # (layer, q_thd, k_tkd, v_tkd) -> [T, H, D]
@@ -129,74 +119,78 @@ class Llama:
         """Nothing to compile or capture."""
 
     def prefill(self, batch: Batch, kv: KVCache) -> Tensor:
-        starts, contexts, device = batch.query_starts, batch.context_lens, batch.tokens_t.device
+        last_b = torch.tensor(batch.query_starts[1:], device=batch.tokens_t.device) - 1
+        return self._forward(batch, kv, self._attend_ragged(batch, kv), last_b)
+
+    def decode(self, batch: Batch, kv: KVCache) -> Tensor:
+        return self._forward(batch, kv, self._attend_pages(batch, kv), None)
+
+    def _forward(self, batch: Batch, kv: KVCache, attend: Attend, last_b: Tensor | None) -> Tensor:
+        """All layers over [T] tokens; logits [B, V] of the tokens at last_b (of all, if None)."""
+        config, eps = self.config, self.config.rms_norm_eps
+        D = config.head_dim
+        cos_t1d, sin_t1d = self.cos_cd[batch.positions_t][:, None], self.sin_cd[batch.positions_t][:, None]
+        block_t, slot_t = batch.slots_t // self.block_tokens, batch.slots_t % self.block_tokens
+        x_td = F.embedding(batch.tokens_t, self.embed_vd)
+        for i, w in enumerate(self.layers):
+            y_td = F.rms_norm(x_td, x_td.shape[1:], w.input_norm_d, eps)
+            k_tkd = F.linear(y_td, w.k_proj).view(-1, config.num_kv_heads, D)
+            v_tkd = F.linear(y_td, w.v_proj).view(-1, config.num_kv_heads, D)
+            if w.k_norm_d is not None:
+                k_tkd = F.rms_norm(k_tkd, (D,), w.k_norm_d, eps)
+            k_tkd = rotate(k_tkd, cos_t1d, sin_t1d)
+            kv.k_lnksd[i][block_t, :, slot_t] = k_tkd
+            kv.v_lnksd[i][block_t, :, slot_t] = v_tkd
+            if last_b is not None and i == config.num_layers - 1:
+                # Of the last layer only the last tokens are read: from here on they are like a decode step's.
+                x_td, y_td, cos_t1d, sin_t1d = x_td[last_b], y_td[last_b], cos_t1d[last_b], sin_t1d[last_b]
+                attend = self._attend_pages(batch, kv)
+            q_thd = F.linear(y_td, w.q_proj).view(-1, config.num_heads, D)
+            if w.q_norm_d is not None:
+                q_thd = F.rms_norm(q_thd, (D,), w.q_norm_d, eps)
+            attended_thd = attend(i, rotate(q_thd, cos_t1d, sin_t1d), k_tkd, v_tkd)
+            x_td = x_td + F.linear(attended_thd.flatten(1), w.o_proj)
+            y_td = F.rms_norm(x_td, x_td.shape[1:], w.post_norm_d, eps)
+            x_td = x_td + F.linear(F.silu(F.linear(y_td, w.gate_proj)) * F.linear(y_td, w.up_proj), w.down_proj)
+        return F.linear(F.rms_norm(x_td, x_td.shape[1:], self.norm_d, eps), self.head_vd)
+
+    def _attend_pages(self, batch: Batch, kv: KVCache) -> Attend:
+        """Attention of one token per request, the last of its context, over the context's pages."""
+        slots_c = torch.arange(batch.pages_bp.shape[1] * self.block_tokens, device=batch.pages_bp.device)
+        mask_b11c = (slots_c < batch.context_b[:, None])[:, None, None, :]
+
+        def attend(layer: int, q_bhd: Tensor, k_tkd: Tensor, v_tkd: Tensor) -> Tensor:
+            k_bkcd = gather_pages(kv.k_lnksd[layer], batch.pages_bp)
+            v_bkcd = gather_pages(kv.v_lnksd[layer], batch.pages_bp)
+            B, H, D = q_bhd.shape
+            q_bkgd = q_bhd.view(B, -1, H // k_bkcd.shape[1], D)  # a group's heads stand in the query-position dim
+            return F.scaled_dot_product_attention(q_bkgd, k_bkcd, v_bkcd, attn_mask=mask_b11c).reshape(B, H, D)
+
+        return attend
+
+    def _attend_ragged(self, batch: Batch, kv: KVCache) -> Attend:
+        """Causal attention of each request's new tokens over its context, one request after another."""
+        starts, contexts = batch.query_starts, batch.context_lens
         masks = [
-            None if starts[b + 1] - starts[b] == context else causal_mask(starts[b + 1] - starts[b], context, device)
-            for b, context in enumerate(contexts)
+            None if end - start == context else causal_mask(end - start, context, batch.tokens_t.device)
+            for start, end, context in zip(starts, starts[1:], contexts, strict=False)
         ]
 
         def attend(layer: int, q_thd: Tensor, k_tkd: Tensor, v_tkd: Tensor) -> Tensor:
             parts = []
             for b, (context, mask_tc) in enumerate(zip(contexts, masks, strict=True)):
                 own = slice(starts[b], starts[b + 1])
-                q_1htd = q_thd[own].transpose(0, 1)[None]
                 if mask_tc is None:  # the whole context is new
                     k_1kcd, v_1kcd = k_tkd[own].transpose(0, 1)[None], v_tkd[own].transpose(0, 1)[None]
                 else:
                     pages_1p = batch.pages_bp[b : b + 1, : -(-context // self.block_tokens)]
                     k_1kcd = gather_pages(kv.k_lnksd[layer], pages_1p)[:, :, :context]
                     v_1kcd = gather_pages(kv.v_lnksd[layer], pages_1p)[:, :, :context]
+                q_1htd = q_thd[own].transpose(0, 1)[None]
                 out_1htd = F.scaled_dot_product_attention(
                     q_1htd, k_1kcd, v_1kcd, attn_mask=mask_tc, is_causal=mask_tc is None, enable_gqa=True
                 )
                 parts.append(out_1htd[0].transpose(0, 1))
-            return parts[0] if len(parts) == 1 else torch.cat(parts)
+            return torch.cat(parts)
 
-        last_b = torch.tensor(starts[1:], device=device) - 1
-        return self._forward(batch, kv, attend, last_b)
-
-    def decode(self, batch: Batch, kv: KVCache) -> Tensor:
-        pages_bp = batch.pages_bp
-        num_slots = pages_bp.shape[1] * self.block_tokens
-        slots_c = torch.arange(num_slots, device=pages_bp.device)
-        mask_b11c = (slots_c < batch.context_b[:, None])[:, None, None, :]
-
-        def attend(layer: int, q_bhd: Tensor, k_bkd: Tensor, v_bkd: Tensor) -> Tensor:
-            B, H, D = q_bhd.shape
-            K = k_bkd.shape[1]
-            k_bkcd = gather_pages(kv.k_lnksd[layer], pages_bp)
-            v_bkcd = gather_pages(kv.v_lnksd[layer], pages_bp)
-            q_bkgd = q_bhd.view(B, K, H // K, D)  # the group's query heads stand in the query-position dim
-            return F.scaled_dot_product_attention(q_bkgd, k_bkcd, v_bkcd, attn_mask=mask_b11c).reshape(B, H, D)
-
-        return self._forward(batch, kv, attend, None)
-
-    def _forward(self, batch: Batch, kv: KVCache, attend: Attend, last_b: Tensor | None) -> Tensor:
-        """All layers over [T] tokens; logits [B, V] of the tokens at last_b (all, if None)."""
-        config, eps = self.config, self.config.rms_norm_eps
-        D = config.head_dim
-        step = Step(
-            cos_t1d=self.cos_cd[batch.positions_t][:, None],
-            sin_t1d=self.sin_cd[batch.positions_t][:, None],
-            block_t=batch.slots_t // self.block_tokens,
-            slot_t=batch.slots_t % self.block_tokens,
-        )
-        x_td = F.embedding(batch.tokens_t, self.embed_vd)
-        T, d = x_td.shape
-        for i, w in enumerate(self.layers):
-            y_td = F.rms_norm(x_td, (d,), w.input_norm_d, eps)
-            q_thd = F.linear(y_td, w.q_proj).view(T, config.num_heads, D)
-            k_tkd = F.linear(y_td, w.k_proj).view(T, config.num_kv_heads, D)
-            v_tkd = F.linear(y_td, w.v_proj).view(T, config.num_kv_heads, D)
-            if w.q_norm_d is not None and w.k_norm_d is not None:
-                q_thd = F.rms_norm(q_thd, (D,), w.q_norm_d, eps)
-                k_tkd = F.rms_norm(k_tkd, (D,), w.k_norm_d, eps)
-            q_thd = rotate(q_thd, step.cos_t1d, step.sin_t1d)
-            k_tkd = rotate(k_tkd, step.cos_t1d, step.sin_t1d)
-            kv.k_lnksd[i][step.block_t, :, step.slot_t] = k_tkd
-            kv.v_lnksd[i][step.block_t, :, step.slot_t] = v_tkd
-            x_td = x_td + F.linear(attend(i, q_thd, k_tkd, v_tkd).reshape(T, -1), w.o_proj)
-            y_td = F.rms_norm(x_td, (d,), w.post_norm_d, eps)
-            x_td = x_td + F.linear(F.silu(F.linear(y_td, w.gate_proj)) * F.linear(y_td, w.up_proj), w.down_proj)
-        x_bd = x_td if last_b is None else x_td[last_b]
-        return F.linear(F.rms_norm(x_bd, (d,), self.norm_d, eps), self.head_vd)
+        return attend

@@ -26,7 +26,7 @@ def adopted(turn: Turn, status: Status) -> Status:
     if not wants_adoption(turn.spec, status) or not turn.acceptance.is_accepted or turn.spec.suspend:
         return status
     found = status.candidate if status.candidate and status.candidate.artifact == wanted else Revision()
-    candidate = revision_of(turn, wanted, replace(found, source=Source.MANUAL))
+    candidate = revision_of(wanted, turn.manifest(wanted), replace(found, source=Source.MANUAL))
     return replace(status, adopted_artifact=wanted, candidate=candidate)
 
 

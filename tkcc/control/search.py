@@ -13,7 +13,7 @@ from tkcc.api.spec import Mode
 from tkcc.api.status import Attempt, Phase, Plan, Point, Revision, Source, Status
 from tkcc.api.workload import Workload
 from tkcc.control.actions import Action, EmitEvent, EnsureArtifact, EnsureRun, EnsureRunEnded, EventType
-from tkcc.control.drift import distance, is_away, nearest, read, tick_of, ticks_away
+from tkcc.control.drift import distance, is_away, nearest, point_of, read, tick_of, ticks_away
 from tkcc.control.evidence import point_text
 from tkcc.control.history import DAY, runs_of_the_day, with_attempt, with_plan, with_start
 from tkcc.control.observed import RunSeen
@@ -72,30 +72,33 @@ def brake(turn: Turn, status: Status, *, forced: bool) -> Brake | None:
 
 
 def _already_answered(turn: Turn, status: Status) -> Brake | None:
-    """Is there a search, or a candidate of one, for a workload as near as a plan would have to be?"""
-    here = _current_point(status)
-    if here is None:
-        return None
-    candidate = status.candidate
-    if candidate and candidate.workload and distance(here, candidate.workload, turn.spec.drift).value <= 1.0:
-        return Brake("CandidateWaiting", f"candidate {candidate.name} is for this workload and waits for its rollout")
+    """Traffic must have left not only the plans, but also what was searched in vain and what a candidate waits for."""
+    spec, candidate = turn.spec.drift, status.candidate
+    answered: list[tuple[Plan, Brake]] = []
+    if candidate is not None and candidate.workload is not None:
+        text = f"candidate {candidate.name} is for this workload and waits for its rollout"
+        answered.append((_as_plan(candidate.workload, candidate.artifact), Brake("CandidateWaiting", text)))
     for attempt in status.recompilation.attempts:
-        there = Point(prompt_tokens=attempt.prompt_tokens, hit_ratio_milli=attempt.hit_ratio_milli)
-        is_same = attempt.incumbent == status.stable.artifact
-        if is_same and distance(here, there, turn.spec.drift).value <= 1.0:
-            return Brake(
-                "AlreadyTried",
-                f"the last search for this workload ended with {attempt.reason}; it is not repeated until the workload "
-                "or the stable artifact changes, or spec.recompilation.triggerToken does",
+        if attempt.incumbent == status.stable.artifact:
+            text = (
+                f"the last search for this workload ended with {attempt.reason}; it is not repeated until the "
+                f"workload is another for {spec.ticks} ticks, or stable or spec.recompilation.triggerToken changes"
             )
-    return None
-
-
-def _current_point(status: Status) -> Point | None:
-    drift = status.drift
-    if drift.long_prompt_tokens is None:
+            point = Point(prompt_tokens=attempt.prompt_tokens, hit_ratio_milli=attempt.hit_ratio_milli)
+            answered.append((_as_plan(point, attempt.incumbent), Brake("AlreadyTried", text)))
+    if not answered:
         return None
-    return Point(prompt_tokens=drift.long_prompt_tokens, hit_ratio_milli=drift.long_hit_ratio_milli)
+    known = (*stable_plans(status), *(plan for plan, _ in answered))
+    at = tick_of(turn.now, spec)
+    ticks, reading = ticks_away(turn.traffic, spec, known, at, status.drift.evidence_since)
+    if ticks >= spec.ticks:
+        return None
+    here = reading.long or known[-1]
+    return min(answered, key=lambda pair: distance(here, pair[0], spec).value)[1]
+
+
+def _as_plan(point: Point, artifact: str) -> Plan:
+    return Plan("", artifact, prompt_tokens=point.prompt_tokens, hit_ratio_milli=point.hit_ratio_milli)
 
 
 def start(turn: Turn, status: Status, trigger: Trigger) -> tuple[Status, tuple[Action, ...]] | None:
@@ -151,13 +154,20 @@ def _design_window(turn: Turn) -> tuple[Window, Workload] | None:
     return None
 
 
+def _design_point(turn: Turn) -> Point | None:
+    found = _design_window(turn)
+    return point_of(found[0], 1) if found else None
+
+
 # --- going back to a known artifact ---------------------------------------------------------------------------------
 
 
 def known_artifact(turn: Turn, status: Status) -> Revision | None:
-    """The artifact of the nearest plan that fits the drifted traffic in both windows, if it can be used."""
-    reading = read(turn.traffic, turn.spec.drift, tick_of(turn.now, turn.spec.drift))
-    if reading.long is None or reading.short is None:
+    """The artifact of the nearest plan that fits, if it can be used. It must fit the traffic that a run would be made
+    for, and the short window; the long one may still be full of what was before."""
+    here = _design_point(turn)
+    short = read(turn.traffic, turn.spec.drift, tick_of(turn.now, turn.spec.drift)).short
+    if here is None or short is None:
         return None
     fitting = [
         plan
@@ -166,16 +176,16 @@ def known_artifact(turn: Turn, status: Status) -> Revision | None:
         and plan.artifact != status.stable.artifact
         and not is_rolled_back(status, plan.artifact)
         and not incompatibility(turn, plan.artifact)
-        and distance(reading.long, plan, turn.spec.drift).value <= 1.0
-        and distance(reading.short, plan, turn.spec.drift).value <= 1.0
+        and distance(here, plan, turn.spec.drift).value <= 1.0
+        and distance(short, plan, turn.spec.drift).value <= 1.0
     ]
-    found = nearest(reading.long, fitting, turn.spec.drift)
+    found = nearest(here, fitting, turn.spec.drift)
     if found is None:
         return None
     plan = found[0]
     point = Point(prompt_tokens=plan.prompt_tokens, hit_ratio_milli=plan.hit_ratio_milli)
     like = Revision(source=Source.REUSE, workload=point, workload_digest=plan.workload_digest)
-    return revision_of(turn, plan.artifact, like)
+    return revision_of(plan.artifact, turn.manifest(plan.artifact), like)
 
 
 # --- while a run is under way ---------------------------------------------------------------------------------------
@@ -244,7 +254,7 @@ def _take_end(turn: Turn, status: Status, run: RunSeen, reason: str, message: st
         text = f"found {short_name(result.artifact)}, which was rolled back before"
         return _failed(turn, status, run, RunOutcome.SEARCH_SUCCEEDED, text, result.artifact)
     like = Revision(source=Source.RUN, run=run.name, workload=_point(run), workload_digest=run.spec.workload_digest)
-    candidate = revision_of(turn, result.artifact, like)
+    candidate = revision_of(result.artifact, run.manifest, like)
     status = replace(_ended(turn, status, run.name, outcome), candidate=candidate)
     text = f"run {run.name} found {candidate.name}: {result.message}"
     return status, (
@@ -314,12 +324,7 @@ def has_moved_on(turn: Turn, candidate: Revision) -> bool:
     """Is traffic, in both windows, away from what this candidate is for?"""
     if candidate.workload is None:
         return False
-    plan = Plan(
-        workload_digest=candidate.workload_digest,
-        artifact=candidate.artifact,
-        prompt_tokens=candidate.workload.prompt_tokens,
-        hit_ratio_milli=candidate.workload.hit_ratio_milli,
-    )
+    plan = _as_plan(candidate.workload, candidate.artifact)
     return is_away(read(turn.traffic, turn.spec.drift, tick_of(turn.now, turn.spec.drift)), (plan,), turn.spec.drift)
 
 

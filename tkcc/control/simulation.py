@@ -54,14 +54,20 @@ class Load:
 
 @dataclass(frozen=True)
 class Behaviour:
-    """What an artifact does when it serves. Times are those of `baseline` times `time_ratio`."""
+    """What an artifact does when it serves. Times are those of `baseline` times `time_ratio`; with `home_tokens`, for
+    prompts near that length alone, and as the baseline's elsewhere."""
 
     time_ratio: float = 1.0
+    home_tokens: int = 0
     error_ratio: float = 0.0
     is_wrong: bool = False  # probes answer other tokens
     crashes: bool = False
     starts: bool = True  # becomes ready
     answers: bool = True  # finishes requests
+
+    def time_ratio_of(self, prompt_tokens: int) -> float:
+        is_home = not self.home_tokens or 0.5 < prompt_tokens / self.home_tokens < 2.0
+        return self.time_ratio if is_home else 1.0
 
 
 @dataclass(frozen=True)
@@ -217,8 +223,9 @@ class World:
         cached = round(prompt * self.load.hit_ratio)
         fails = self.rng.random() < behaviour.error_ratio
         noise = self.rng.lognormvariate(0.0, 0.1)
-        ttft_s = _PREFILL_S_PER_TOKEN * (prompt - cached) * behaviour.time_ratio * noise
-        tpot_s = _TPOT_S * behaviour.time_ratio * self.rng.lognormvariate(0.0, 0.1)
+        time_ratio = behaviour.time_ratio_of(prompt)
+        ttft_s = _PREFILL_S_PER_TOKEN * (prompt - cached) * time_ratio * noise
+        tpot_s = _TPOT_S * time_ratio * self.rng.lognormvariate(0.0, 0.1)
         pod.started += 1
         pod.prompt_tokens += prompt
         pod.hit_tokens += cached

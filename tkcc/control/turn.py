@@ -82,9 +82,8 @@ def incompatibility(turn: Turn, artifact: str) -> str:
     return ""
 
 
-def revision_of(turn: Turn, artifact: str, like: Revision) -> Revision:
+def revision_of(artifact: str, manifest: Artifact | None, like: Revision) -> Revision:
     """`like`, with the name and speed-up of this artifact."""
-    manifest = turn.manifest(artifact)
     return Revision(
         artifact=artifact,
         name=short_name(artifact),

@@ -1,7 +1,8 @@
 """The verdict on a canary: probes first, then errors and times against a cohort of stable pods of the same size.
 
-No data is Inconclusive, never Pass. Every measurement of a step looks at all its requests so far; the k-th spends
-alpha / (k (k + 1)), so that looking often does not make a false Fail, or a false Pass, more likely than alpha in all.
+No data is Inconclusive, never Pass. Every measurement of a step looks at all its requests so far. The k-th may fail at
+alpha / (k (k + 1)), so that looking often does not make a false Fail more likely than alpha in all: it would cost a
+good artifact for ever. Passing spends nothing: a canary right at its limit is allowed to pass.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,7 +18,7 @@ from tkcc.stats.cohort import MIN_SAMPLES, Sample, compare
 from tkcc.stats.proportion import p_more_failures
 
 FAIL_ALPHA = 0.01  # chance that one metric of an equal canary ever fails in a step
-PASS_ALPHA = 0.1  # chance that one metric of a canary at its limit ever passes in a step
+PASS_ALPHA = 0.05  # chance that one metric of a canary at its limit passes in one measurement
 NEAR_TIE_NATS = 0.05  # two tokens this close in the stable pod's logprobs: rounding may choose either
 MAX_NEAR_TIE_RATIO = 0.5  # more prompts than this ending in near ties is no rounding
 
@@ -159,7 +160,7 @@ def _judge_times(
     enough = len(ours) >= limits.min_requests
     if result.p_above(limit_ratio) < FAIL_ALPHA * spend:
         verdict = Verdict.FAIL
-    elif enough and result.p_below(limit_ratio) < PASS_ALPHA * spend:
+    elif enough and result.p_below(limit_ratio) < PASS_ALPHA:
         verdict = Verdict.PASS
     else:
         verdict = Verdict.INCONCLUSIVE

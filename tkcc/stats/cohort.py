@@ -10,10 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from tkcc.stats.eprocess import median
-
 MIN_SAMPLES = 8  # a side: below, the normal approximation of the rank sum does not hold
-_MAX_SAMPLES = 300  # a side, newest: the pairwise differences are a quarter of this squared times four
+_MAX_SAMPLES = 400  # a side, newest: bounds the work of one comparison to some 20 ms
 _NORMAL = NormalDist()
 
 
@@ -55,9 +53,8 @@ def compare(canary: Sequence[Sample], cohort: Sequence[Sample], *, confidence: f
     if len(canary) < MIN_SAMPLES or len(cohort) < MIN_SAMPLES:
         return None
     ours, theirs = _residuals(canary[-_MAX_SAMPLES:], cohort[-_MAX_SAMPLES:])
-    shifts = sorted(a - b for a in ours for b in theirs)
-    low, high = _order_interval(shifts, len(ours), len(theirs), confidence)
-    return Comparison(math.exp(median(shifts)), math.exp(low), math.exp(high), tuple(ours), tuple(theirs))
+    shift, low, high = _shift_interval(sorted(ours), sorted(theirs), confidence)
+    return Comparison(math.exp(shift), math.exp(low), math.exp(high), tuple(ours), tuple(theirs))
 
 
 def _residuals(canary: Sequence[Sample], cohort: Sequence[Sample]) -> tuple[list[float], list[float]]:
@@ -82,11 +79,35 @@ def _log(value: float) -> float:
     return math.log(value)
 
 
-def _order_interval(shifts: Sequence[float], n: int, m: int, confidence: float) -> tuple[float, float]:
-    """Interval of the shift: the pairwise differences that the rank test would not reject."""
+def _shift_interval(xs: Sequence[float], ys: Sequence[float], confidence: float) -> tuple[float, float, float]:
+    """(median, low, high) of the pairwise differences x - y of two sorted sequences: the ends are those that the rank
+    test would just not reject."""
+    n, m = len(xs), len(ys)
     z = _NORMAL.inv_cdf(0.5 + confidence / 2.0)
     outside = max(0, math.floor(n * m / 2.0 - z * math.sqrt(n * m * (n + m + 1) / 12.0)))
-    return shifts[outside], shifts[-1 - outside]
+    middle = (n * m - 1) // 2
+    return (
+        (_kth_difference(xs, ys, middle) + _kth_difference(xs, ys, n * m - 1 - middle)) / 2.0,
+        _kth_difference(xs, ys, outside),
+        _kth_difference(xs, ys, n * m - 1 - outside),
+    )
+
+
+def _kth_difference(xs: Sequence[float], ys: Sequence[float], k: int) -> float:
+    """The k-th smallest of all x - y, from 0, to within 1e-9: by bisection, since there are n * m of them."""
+    low, high = xs[0] - ys[-1], xs[-1] - ys[0]
+    while high - low > 1e-9:
+        mid = (low + high) / 2.0
+        count = y_idx = 0
+        for x in reversed(xs):  # as x falls, ever more of ys lie at or above x - mid
+            while y_idx < len(ys) and ys[len(ys) - 1 - y_idx] >= x - mid:
+                y_idx += 1
+            count += y_idx
+        if count > k:
+            high = mid
+        else:
+            low = mid
+    return high
 
 
 def _p_greater(xs: Sequence[float], ys: Sequence[float]) -> float:

@@ -1,0 +1,166 @@
+"""Distance to the nearest plan, and when it is drift: both windows, enough ticks, enough requests."""
+
+import math
+from datetime import timedelta
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tkcc.api.codec import from_dict
+from tkcc.api.spec import DriftSpec
+from tkcc.api.status import Plan, Point
+from tkcc.control.drift import Reading, Traffic, distance, is_away, nearest, point_of, read, tick_of, ticks_away
+from tkcc.control.simulation import START
+from tkcc.control.windows import Increase
+
+SPEC = from_dict(DriftSpec, {"tick": "1m", "ticks": 3, "minRequests": 12, "windows": {"long": "12m", "short": "3m"}})
+MINUTE = timedelta(minutes=1)
+HOME = Plan("home", "baseline", 1000, 500)
+
+points = st.builds(Point, st.integers(1, 200_000), st.none() | st.integers(0, 1000))
+
+
+@pytest.mark.parametrize(
+    "case, prompt_tokens, hit_ratio_milli, value, signal",
+    [
+        ("the same workload", 1000, 500, 0.0, None),
+        ("prompts by the limit", 1250, 500, 1.0, None),
+        ("prompts past the limit", 1400, 500, 1.508, "PromptLengthShifted"),
+        ("shorter prompts count as much", 800, 500, 1.0, None),
+        ("a logit of one more", 1000, 731, 1.0, None),
+        ("the hit ratio fell away", 1000, 100, 2.197, "PrefixCacheHitRateShifted"),
+        ("both moved", 2000, 100, 3.106, "MultipleSignalsShifted"),
+        ("an unknown hit ratio does not count", 1250, None, 1.0, None),
+        ("beyond 1 % a logit says nothing more", 1000, 0, 4.595, "PrefixCacheHitRateShifted"),
+    ],
+)
+def test_distance(case, prompt_tokens, hit_ratio_milli, value, signal):
+    found = distance(Point(prompt_tokens, hit_ratio_milli), HOME, SPEC)
+    assert found.value == pytest.approx(value, abs=0.002), case
+    if signal:
+        assert found.signal == signal
+
+
+@given(points, points)
+def test_distance_is_symmetric_and_zero_only_to_itself(a, b):
+    assert distance(a, b, SPEC).value == pytest.approx(distance(b, a, SPEC).value)
+    assert distance(a, a, SPEC).value == 0.0
+
+
+@given(points, points, points)
+def test_prompt_distance_keeps_the_triangle(a, b, c):
+    assert distance(a, c, SPEC).prompt <= distance(a, b, SPEC).prompt + distance(b, c, SPEC).prompt + 1e-9
+
+
+@given(points, st.lists(st.builds(Plan, st.uuids().map(str), st.just("baseline"), st.integers(1, 200_000)), max_size=5))
+def test_nearest_is_no_farther_than_any_other(point, plans):
+    found = nearest(point, plans, SPEC)
+    assert (found is None) == (not plans)
+    if found:
+        assert all(found[1].value <= distance(point, plan, SPEC).value for plan in plans)
+
+
+def away(long, short):
+    return is_away(Reading(START, long, short, 100, True), (HOME,), SPEC)
+
+
+@pytest.mark.parametrize(
+    "case, long, short, want",
+    [
+        ("both windows moved", Point(2000), Point(2000), True),
+        ("the long window's echo of a spike that is over", Point(2000), Point(1000), False),
+        ("a spike that just began", Point(1000), Point(2000), False),
+        ("no evidence in the long window", None, Point(2000), False),
+        ("no evidence in the short window", Point(2000), None, False),
+    ],
+)
+def test_both_windows_must_be_away(case, long, short, want):
+    assert away(long, short) is want, case
+
+
+def test_without_a_plan_nothing_is_away():
+    assert not is_away(Reading(START, Point(2000), Point(2000), 100, True), (), SPEC)
+
+
+def traffic(tokens_by_minute, requests=10):
+    """One pod; minute m of the list had requests of that many tokens (None: no requests)."""
+    history = tuple(
+        Increase(
+            at=START + (m + 1) * MINUTE,
+            requests=requests if tokens else 0,
+            prompt_tokens=requests * (tokens or 0),
+            output_requests=0,
+            output_tokens=0,
+            hit_tokens=0,
+            query_tokens=0,
+            is_warm=True,
+            running=0,
+        )
+        for m, tokens in enumerate(tokens_by_minute)
+    )
+    return Traffic(history, START, history[-1].at if history else None)
+
+
+def count(tokens_by_minute, *, at=None, since=None, requests=10):
+    at = len(tokens_by_minute) if at is None else at
+    return ticks_away(traffic(tokens_by_minute, requests), SPEC, (HOME,), START + at * MINUTE, since)[0]
+
+
+@pytest.mark.parametrize(
+    "case, minutes, ticks",
+    [
+        ("steady traffic", [1000] * 20, 0),
+        ("a shift counts from when both windows left", [1000] * 12 + [3000] * 2, 1),
+        ("and on", [1000] * 12 + [3000] * 3, 2),
+        ("up to what is needed and no further", [1000] * 12 + [3000] * 20, 3),
+        ("a spike that is over resets the count", [1000] * 12 + [3000] * 3 + [1000] * 3, 0),
+        ("idle is no evidence", [1000] * 12 + [3000] * 5 + [None] * 12, 0),
+        ("an idle short window is no evidence", [1000] * 12 + [3000] * 5 + [None] * 3, 0),
+        ("a window that samples do not cover is no evidence", [3000] * 11, 0),
+    ],
+)
+def test_ticks_away(case, minutes, ticks):
+    assert count(minutes) == ticks, case
+
+
+def test_too_few_requests_are_no_evidence():
+    minutes = [1000] * 12 + [3000] * 12
+    assert count(minutes, requests=1) == 3  # 12 in the long window
+    assert read(traffic(minutes, 1), SPEC, START + 24 * MINUTE).requests == 12
+    assert count([1000] * 12 + [3000] * 11 + [None], requests=1) == 0
+
+
+def test_ticks_before_the_evidence_starts_do_not_count():
+    minutes = [1000] * 12 + [3000] * 20
+    assert count(minutes, since=START + 31 * MINUTE) == 1
+    assert count(minutes, since=START + 32 * MINUTE) == 0
+
+
+@given(st.lists(st.sampled_from([None, 700, 1000, 1200, 3000]), min_size=1, max_size=40))
+def test_a_restart_forgets_nothing(minutes):
+    """Ticks are a function of the samples: counting at each tick, or once at the end, is the same."""
+    counted = 0
+    for at in range(1, len(minutes) + 1):
+        one = ticks_away(traffic(minutes), SPEC, (HOME,), START + at * MINUTE, START + (at - 1) * MINUTE)[0]
+        counted = min(SPEC.ticks, counted + 1) if one else 0
+    assert count(minutes) == counted
+
+
+@given(st.integers(0, 10**7))
+def test_ticks_lie_on_a_grid(seconds):
+    now = START + timedelta(seconds=seconds)
+    at = tick_of(now, SPEC)
+    assert at <= now < at + SPEC.tick and (at - START) % SPEC.tick == timedelta(0)
+
+
+def test_a_mean_needs_requests():
+    assert point_of(traffic([1000]).window(START + MINUTE, MINUTE), 11) is None
+    assert point_of(traffic([None]).window(START + MINUTE, MINUTE), 0) is None
+    assert point_of(traffic([1000]).window(START + MINUTE, MINUTE), 10) == Point(1000, None)
+
+
+def test_thresholds_are_the_specs():
+    wide = from_dict(DriftSpec, {"promptRatioPercent": 200})
+    assert distance(Point(2000), HOME, wide).value == pytest.approx(1.0)
+    assert distance(Point(2000), HOME, SPEC).value == pytest.approx(math.log(2) / math.log(1.25))

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+from e2e.cluster import toolchain
 from e2e.cluster.cluster import Cluster
 from e2e.cluster.errors import ClusterError
 from e2e.demo import ground as grounds
@@ -18,7 +19,7 @@ from e2e.demo.clock import Stopwatch
 from e2e.demo.cross import fill_cross
 from e2e.demo.facts import Story, Told, report
 from e2e.demo.page import clock, render_page
-from e2e.demo.setting import EXAMPLE, REPOSITORY, Subject, closing, install, machine, provide_weights
+from e2e.demo.setting import EXAMPLE, REPOSITORY, Subject, closing, install, machine, provide_weights, remove
 from e2e.demo.story import Plot, StoryError
 
 MODEL = "smollm2-135m-instruct"
@@ -50,7 +51,12 @@ def main() -> int:
 
 
 def clean() -> int:
-    Cluster(grounds.CLUSTER_NAME).down()
+    there = grounds.given()
+    if there:
+        toolchain.build()
+        remove(there, Subject.read(EXAMPLE))
+    else:
+        Cluster(grounds.CLUSTER_NAME).down()
     shutil.rmtree(OUT, ignore_errors=True)
     return 0
 

@@ -20,6 +20,7 @@ CLUSTER_NAME = "demo"
 LOGS = Path(__file__).parents[2] / "build" / "demo" / "logs"  # of the local cluster, for a reader afterwards
 KUBECONFIG_VARIABLE = "TKCC_KUBECONFIG"
 IMAGES_VARIABLE = "TKCC_IMAGES"
+TORCH_VARIABLE = "TKCC_TORCH_PATH"  # site-packages with torch on the given cluster's nodes, if images lack it
 PARTS = ("operator", "engine", "worker")
 COMMAND_DEADLINE_S = 120.0
 
@@ -69,20 +70,25 @@ def parse_images(text: str) -> dict[str, str]:
     return {part: found[part] for part in PARTS}
 
 
+def given() -> Ground | None:
+    """The cluster that the environment names, if it does. Raises ClusterError for what is missing beside it."""
+    kubeconfig = os.environ.get(KUBECONFIG_VARIABLE)
+    if not kubeconfig:
+        return None
+    if not Path(kubeconfig).is_file():
+        raise ClusterError(f"{KUBECONFIG_VARIABLE}={kubeconfig}: no such file")
+    references = parse_images(os.environ.get(IMAGES_VARIABLE, ""))
+    return Ground(Path(kubeconfig).resolve(), references, os.environ.get(TORCH_VARIABLE, ""))
+
+
 @contextmanager
 def ground(watch: Stopwatch) -> Iterator[Ground]:
-    """The given cluster, or a local one that ends with the block."""
-    given = os.environ.get(KUBECONFIG_VARIABLE)
-    if given:
-        if not Path(given).is_file():
-            raise ClusterError(f"{KUBECONFIG_VARIABLE}={given}: no such file")
+    """The given cluster, which goes on afterwards, or a local one that ends with the block."""
+    there = given()
+    if there:
         with watch.step("build"):
             toolchain.build()
-        yield Ground(
-            Path(given).resolve(),
-            parse_images(os.environ.get(IMAGES_VARIABLE, "")),
-            os.environ.get("TKCC_TORCH_PATH", ""),
-        )
+        yield there
         return
     with watch.step("build"):
         debian.install()

@@ -5,6 +5,7 @@ In a pod, because a Service's address means something there alone, on whatever c
 """
 
 import asyncio
+import base64
 import json
 import re
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -38,12 +39,10 @@ class Load:
 
 
 def traces_config_map(namespace: str, loads: list[Load]) -> dict[str, Any]:
-    import base64
-
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
-        "metadata": {"name": "traffic-traces", "namespace": namespace},
+        "metadata": {"name": "traffic-traces", "namespace": namespace, "labels": {"app": "traffic"}},
         "binaryData": {load.trace.name: base64.b64encode(load.trace.read_bytes()).decode() for load in loads},
     }
 

@@ -71,7 +71,7 @@ def provide_weights(ground: Ground, subject: Subject, model_dir: Path) -> None:
     volume = {
         "apiVersion": "v1",
         "kind": "PersistentVolume",
-        "metadata": {"name": f"{subject.namespace}-{claim}"},
+        "metadata": {"name": _volume(subject)},
         "spec": {
             "capacity": {"storage": "2Gi"},
             "accessModes": ["ReadOnlyMany"],
@@ -88,11 +88,28 @@ def provide_weights(ground: Ground, subject: Subject, model_dir: Path) -> None:
         "spec": {
             "accessModes": ["ReadOnlyMany"],
             "storageClassName": "",
-            "volumeName": f"{subject.namespace}-{claim}",
+            "volumeName": _volume(subject),
             "resources": {"requests": {"storage": "1Gi"}},
         },
     }
     ground.kubectl("apply", "-f", "-", stdin=manifest(volume, wanted))
+
+
+def _volume(subject: Subject) -> str:
+    return f"{subject.namespace}-{model_claim(subject.model_uri)[0]}"
+
+
+def remove(ground: Ground, subject: Subject) -> None:
+    """All that a demo put into a cluster, in the order in which nothing is left hanging."""
+    claim, _ = model_claim(subject.model_uri)
+    gone = ("--ignore-not-found", "--wait=true", "--timeout=120s")
+    ground.kubectl("delete", "infdep", subject.name, "-n", subject.namespace, *gone, deadline_s=150)
+    ground.kubectl("delete", "pods,configmaps", "-n", subject.namespace, "-l", "app=traffic", *gone, deadline_s=150)
+    ground.helm("uninstall", "tkcc", "--namespace", SYSTEM_NAMESPACE, "--ignore-not-found", "--wait")
+    ground.kubectl("delete", "namespace", SYSTEM_NAMESPACE, *gone, deadline_s=150)
+    if ground.kubectl("get", "pv", _volume(subject), "--ignore-not-found", "-o", "name").strip():  # ours, then
+        ground.kubectl("delete", "pvc", claim, "-n", subject.namespace, *gone, deadline_s=150)
+        ground.kubectl("delete", "pv", _volume(subject), *gone, deadline_s=150)
 
 
 def machine() -> dict[str, str]:

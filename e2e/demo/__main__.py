@@ -46,7 +46,9 @@ def main() -> int:
         print(f"error: {err}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\ninterrupted; nothing is left running", file=sys.stderr)
+        is_given = grounds.KUBECONFIG_VARIABLE in os.environ
+        left = "what it put into the cluster is still there: make demo-clean" if is_given else "nothing is left running"
+        print(f"\ninterrupted; {left}", file=sys.stderr)
         return 130
 
 

@@ -14,13 +14,17 @@ from tkcc.control.steps import steps_of
 from tkcc.control.turn import Turn, live_pods
 
 
-def place(turn: Turn, status: Status) -> tuple[Action, ...]:
+def place(turn: Turn, before: Phase, status: Status) -> tuple[Action, ...]:
+    """`before` is the phase that the turn began with."""
     if not turn.acceptance.may_serve:
         return ()
     rollout = status.rollout
     match status.phase:
-        case Phase.SERVING | Phase.RECOMPILING | Phase.ROLLING_BACK:
+        case Phase.SERVING | Phase.RECOMPILING:
             return _only_stable(turn, status)
+        case Phase.ROLLING_BACK:
+            # The pods that failed are the evidence: they go once the failure is written down, not before.
+            return _only_stable(turn, status, keep_pods=before is not Phase.ROLLING_BACK)
         case Phase.WARMING:
             assert rollout is not None
             return _warming(turn, status, rollout)
@@ -32,14 +36,14 @@ def place(turn: Turn, status: Status) -> tuple[Action, ...]:
             return _promoting(turn, rollout)
 
 
-def _only_stable(turn: Turn, status: Status) -> tuple[Action, ...]:
+def _only_stable(turn: Turn, status: Status, *, keep_pods: bool = False) -> tuple[Action, ...]:
     """Traffic leaves the canary first; then stable comes to full strength, then the canary's pods go."""
     canary = turn.seen.canary
     away: tuple[Action, ...] = ()
     gone: tuple[Action, ...] = ()
     if canary is not None and any(pod.in_service for pod in live_pods(canary)):
         away = (EnsureWeight(0, ()),)
-    if canary is not None and canary.replicas > 0:
+    if canary is not None and canary.replicas > 0 and not keep_pods:
         gone = (EnsureCanary(canary.artifact, 0),)
     return (*away, EnsureService(), EnsureStable(status.stable.artifact, turn.spec.replicas), *gone)
 

@@ -1,8 +1,8 @@
 """A status from the owned objects alone, for one that was lost: where the rollout stands, which run is under way, what
 was compiled for what.
 
-What cannot be known is taken on the safe side: an artifact that a run once found, and that does not serve, is nobody's
-plan, because it may have been rolled back.
+What cannot be known is taken on the safe side: an artifact that a run once found, and that does not serve though it was
+in the canary, counts as rolled back.
 """
 
 from collections.abc import Iterable
@@ -19,6 +19,7 @@ from tkcc.api.status import (
     Point,
     RecompilationStatus,
     Revision,
+    RolledBack,
     RolloutStatus,
     Source,
     Status,
@@ -48,7 +49,17 @@ def rebuild(spec: Spec, seen: Observed) -> Status:
     if canary is not None and (canary.replicas > 0 or in_service(canary)):
         return _in_rollout(spec, seen, status, runs, canary.artifact)
     phase = Phase.RECOMPILING if status.recompilation.active_run else Phase.SERVING
-    return replace(status, phase=phase)
+    return _with_last_find(seen, replace(status, phase=phase), runs)
+
+
+def _with_last_find(seen: Observed, status: Status, runs: list[RunSeen]) -> Status:
+    """What the last run found is a candidate, unless the canary Deployment shows that it has been there already."""
+    found = next((run.result.artifact for run in reversed(runs) if run.result and run.result.artifact), "")
+    if not found or found == status.stable.artifact or not any(a.digest == found for a in seen.artifacts):
+        return status
+    if seen.canary is not None and seen.canary.artifact == found:
+        return replace(status, rolled_back=(RolledBack(artifact=found, reason="StatusLost", at=seen.now),))
+    return replace(status, candidate=_revision(seen, runs, found))
 
 
 def _in_rollout(spec: Spec, seen: Observed, status: Status, runs: list[RunSeen], artifact: str) -> Status:

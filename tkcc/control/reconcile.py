@@ -37,7 +37,7 @@ def reconcile(spec: Spec, status: Status, seen: Observed) -> tuple[tuple[Action,
     made = (*noticed, *made, *metrics_events(status, new))
     ensured = tuple(action for action in made if not isinstance(action, EmitEvent))
     events = tuple(action for action in made if isinstance(action, EmitEvent))
-    return (*ensured, *place(turn, new), *collect(turn, new), *events), new
+    return (*ensured, *place(turn, status.phase, new), *collect(turn, new), *events), new
 
 
 def decide(turn: Turn, status: Status) -> Turned:

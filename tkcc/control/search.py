@@ -11,7 +11,6 @@ from tkcc.api.condition import ConditionStatus, RunConditionType, find_condition
 from tkcc.api.run import RunOutcome, RunSpec, Trigger, run_name
 from tkcc.api.spec import Mode
 from tkcc.api.status import Attempt, Phase, Plan, Point, Revision, Source, Status
-from tkcc.api.workload import Workload
 from tkcc.control.actions import Action, EmitEvent, EnsureArtifact, EnsureRun, EnsureRunEnded, EventType
 from tkcc.control.drift import distance, is_away, nearest, point_of, read, tick_of, ticks_away
 from tkcc.control.evidence import point_text
@@ -21,6 +20,7 @@ from tkcc.control.turn import Turn, clock, incompatibility, is_rolled_back, revi
 from tkcc.control.windows import Window, workload_of
 
 RUN_GRACE = timedelta(minutes=10)  # a run ends itself at its budget; by then the operator stops waiting for it
+RUN_APPEARS_IN = timedelta(minutes=1)  # a run that was just made may be missing from a view that is a little old
 _UNMEASURED = "FirstWindow"  # a plan that nothing was compiled for: no reason to go back to its artifact
 
 
@@ -103,10 +103,10 @@ def _as_plan(point: Point, artifact: str) -> Plan:
 
 def start(turn: Turn, status: Status, trigger: Trigger) -> tuple[Status, tuple[Action, ...]] | None:
     """Start a run for the traffic of now. None where the window holds too little to compile for."""
-    found = _design_window(turn)
-    if found is None:
+    seen = _design_window(turn)
+    workload = workload_of(seen, turn.seen.requests) if seen else None
+    if seen is None or workload is None:
         return None
-    seen, workload = found
     spec = turn.spec
     token = spec.recompilation.trigger_token if trigger is Trigger.TOKEN else ""
     name = run_name(turn.seen.meta.name, turn.seen.meta.uid, workload.digest, status.stable.artifact, token)
@@ -139,7 +139,7 @@ def start(turn: Turn, status: Status, trigger: Trigger) -> tuple[Status, tuple[A
     return status, (EnsureRun(name, run), EmitEvent(EventType.NORMAL, "RecompilationStarted", message))
 
 
-def _design_window(turn: Turn) -> tuple[Window, Workload] | None:
+def _design_window(turn: Turn) -> Window | None:
     """What to compile for: the newer half of the long window, but no more than the ticks that made the drift, since
     before them traffic may still have been the old one. Longer windows where that holds too few requests."""
     spec = turn.spec.drift
@@ -148,15 +148,13 @@ def _design_window(turn: Turn) -> tuple[Window, Workload] | None:
     for length in (recent, spec.windows.short, spec.windows.long):
         seen = turn.traffic.window(at, length)
         if seen.requests >= math.ceil(spec.min_requests * (length / spec.windows.long)):
-            workload = workload_of(seen, turn.seen.requests)
-            if workload is not None:
-                return seen, workload
+            return seen
     return None
 
 
 def _design_point(turn: Turn) -> Point | None:
-    found = _design_window(turn)
-    return point_of(found[0], 1) if found else None
+    seen = _design_window(turn)
+    return point_of(seen, 1) if seen else None
 
 
 # --- going back to a known artifact ---------------------------------------------------------------------------------
@@ -196,6 +194,9 @@ def follow(turn: Turn, status: Status) -> tuple[Status, tuple[Action, ...]]:
     name = status.recompilation.active_run
     run = next((r for r in turn.seen.runs if r.name == name), None)
     if run is None:
+        asked_at = max(status.recompilation.started_at, default=None)
+        if asked_at is not None and turn.now < asked_at + RUN_APPEARS_IN:
+            return status, ()
         return _failed(turn, status, None, RunOutcome.CANCELLED, f"run {name} was deleted")
     ended = find_condition(run.conditions, RunConditionType.SUCCEEDED)
     if ended is not None and ended.status is not ConditionStatus.UNKNOWN:

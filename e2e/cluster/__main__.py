@@ -8,8 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from e2e.cluster import debian, images, progress, toolchain
-from e2e.cluster.cluster import DEFAULT_NAME, Cluster, require_root, running
+from e2e.cluster.cluster import DEFAULT_NAME, Cluster, require_root
 from e2e.cluster.errors import ClusterError
+from e2e.cluster.sandbox import running
 
 
 def main() -> int:
@@ -45,9 +46,8 @@ def _parser() -> argparse.ArgumentParser:
     add("kubeconfig", _kubeconfig, "print the path of the administrator's kubeconfig")
     load = add("load", _load, "import docker-archive files into a running cluster")
     load.add_argument("archives", nargs="+", type=Path, metavar="IMAGE_TAR")
-    build_images = add(
-        "build-images", _build_images, "build operator, worker and engine; prints references and archives"
-    )
+    says = "build operator, worker and engine, for clusters started after; prints their references"
+    build_images = add("build-images", _build_images, says)
     build_images.add_argument(
         "--torch", choices=("mounted", "pip"), default="mounted", help="where the engine's torch is"
     )
@@ -61,7 +61,7 @@ def _build(args: argparse.Namespace) -> None:
     require_root()
     debian.install()
     toolchain.build()
-    images.pause_archive()
+    images.build_pause()
     images.base()
 
 
@@ -95,9 +95,7 @@ def _build_images(args: argparse.Namespace) -> None:
     require_root()
     with progress.step("build images"):
         built = images.build_all(torch=args.torch)
-    print(
-        json.dumps({name: {"reference": i.reference, "archive": str(i.archive)} for name, i in built.items()}, indent=2)
-    )
+    print(json.dumps(built, indent=2))
 
 
 if __name__ == "__main__":

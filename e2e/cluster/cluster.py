@@ -1,7 +1,6 @@
 """A whole Kubernetes on this machine, as root: control plane, one node, and the ways in.
 
     with Cluster("demo") as cluster:
-        cluster.load(images)
         cluster.kubectl("apply", "-f", "examples/smollm2.yaml")
         url = cluster.door("10.96.12.7", 80)      # http://127.0.0.1:PORT on the host, the Service inside
 
@@ -23,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from e2e.cluster import cache, flags, images, node, progress, toolchain
+from e2e.cluster import cache, flags, node, progress, store, toolchain
 from e2e.cluster.controlplane import ControlPlane
 from e2e.cluster.errors import ClusterError, with_tail
 from e2e.cluster.names import ClusterName, free_ports
@@ -180,7 +179,7 @@ class Cluster:
     # Images
 
     def load(self, archives: Iterable[Path]) -> None:
-        """Import docker-archive files into the node's containerd; what is there already costs only the reading."""
+        """Import docker-archive files into the node's containerd: images that are not in the store."""
         for archive in archives:
             with progress.step(f"load {archive.name} into cluster {self.name}"):
                 self._ctr("images", "import", "--snapshotter=overlayfs", str(archive))
@@ -216,6 +215,7 @@ class Cluster:
     def _start(self, die_with_parent: bool) -> None:
         self.plane.prepare()
         self._write_config()
+        store.copy_to(self.run_dir / "containerd")
         self.sandbox.create(die_with_parent=die_with_parent)
         self.start("containerd")
         port = self.plane.layout.api_port
@@ -224,8 +224,6 @@ class Cluster:
         self.start("kube-apiserver")
         for name in ("kube-controller-manager", "kube-scheduler", "kubelet", "kube-proxy"):
             self.start(name)
-        self._wait_containerd()
-        self._ctr("images", "import", str(images.pause_archive()))
         self.wait_ready()
 
     def _command_lines(self) -> dict[str, list[str]]:
@@ -273,21 +271,6 @@ class Cluster:
         )
         return flags.KUBERNETES_SERVICE_IP in listed.stdout
 
-    def _wait_containerd(self, deadline_s: float = 30.0) -> None:
-        daemon = self.daemon("containerd")
-        until = time.monotonic() + deadline_s
-        while True:
-            daemon.check_alive()
-            try:
-                self._ctr("version")
-                return
-            except ClusterError as error:
-                if time.monotonic() >= until:
-                    raise with_tail(
-                        f"containerd does not answer after {deadline_s:.0f} s ({error})", daemon.log
-                    ) from error
-            time.sleep(0.1)
-
     def _remove(self) -> None:
         self.sandbox.destroy()
         shutil.rmtree(self.run_dir, ignore_errors=True)
@@ -311,12 +294,6 @@ def pod_pids(name: ClusterName, uid: str) -> list[int]:
             with suppress(OSError):
                 pids.update(int(pid) for pid in group.read_text().split())
     return sorted(pids)
-
-
-def running() -> list[str]:
-    """The names of the clusters that are up."""
-    names = sorted(path.name for path in (cache.root() / "clusters").glob("*") if path.is_dir())
-    return [name for name in names if Daemon("sandbox", ClusterName(name).run_dir, name).process()]
 
 
 def _wait_listening(daemon: Daemon, port: int, deadline_s: float = 10.0) -> None:

@@ -1,17 +1,17 @@
-"""The images of the local cluster: built from the shipped Dockerfiles by buildah, kept as docker-archive files.
+"""The images of the local cluster, built from the shipped Dockerfiles by buildah and unpacked into the store.
 
-No registry: `Cluster.load` hands the files to containerd. An image's tag is a digest of all that goes into it (its
+There is no registry: a new cluster has what is in the store. An image's tag is a digest of all that goes into it (its
 Dockerfile, the staged sources, the base, the build arguments), so an image that exists is never built again.
 """
 
 import shutil
+import subprocess
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from e2e.cluster import cache, node, progress, toolchain
-from e2e.cluster.errors import ClusterError
+from e2e.cluster import cache, node, progress, store, toolchain
 
 REPOSITORY = Path(__file__).parents[2]
 HERE = Path(__file__).parent
@@ -19,51 +19,57 @@ SUITE = "bookworm"  # its Python is 3.11, so a virtual environment's 3.11 packag
 BASE_PACKAGES = ("python3", "python3-venv", "ca-certificates")
 UNREAD = ("/usr/share/doc/*", "/usr/share/man/*", "/usr/share/locale/*", "/usr/share/info/*")
 SOURCES = ("pyproject.toml", "images", "tkcc", "operator")
-KEEP_ARCHIVES = 2  # of each image: the one in use and the one before
+KEEP_IMAGES = 2  # of each name: the one in use and the one before
 
 
 @dataclass(frozen=True)
-class Image:
-    """One built image: the reference that pods name, and the archive that holds it."""
+class Build:
+    """One image to be built: `reference` ends in a digest of everything else here, and of the context's files."""
 
     reference: str
-    archive: Path
+    dockerfile: Path
+    context: Path
+    arguments: Mapping[str, str]
 
 
-def build_all(*, torch: str = "mounted") -> dict[str, Image]:
-    """Operator, worker and engine; `torch` is the engine's build argument TORCH: `mounted` or `pip`."""
-    return {
-        "operator": build("operator"),
-        "worker": build("worker"),
-        "engine": build("engine", {"TORCH": torch}),
-    }
+def build_all(*, torch: str = "mounted") -> dict[str, str]:
+    """References of operator, worker and engine, built where the store lacks them.
 
-
-def build(name: str, arguments: dict[str, str] | None = None) -> Image:
-    """Build images/NAME.Dockerfile over the base image, unless an image of just these inputs exists."""
-    arguments = arguments or {}
-    dockerfile = REPOSITORY / "images" / f"{name}.Dockerfile"
-    if not dockerfile.exists():
-        raise ClusterError(f"no image {name!r}: {dockerfile} does not exist")
+    `torch` is the engine's build argument TORCH: `mounted` or `pip`.
+    """
     with tempfile.TemporaryDirectory(prefix="tkcc-context-") as staging:
         context = Path(staging)
-        staged = _stage(context)
-        given = [f"{key}={value}" for key, value in sorted(arguments.items())]
-        tag = cache.digest(cache.digest_files(context, staged), dockerfile.read_bytes(), _base_key(), *given)
-        reference = f"localhost/tkcc-{name}:{tag}"
-        arguments = {"BASE": base().reference, **arguments}
-        return _archive(reference, lambda: _bud(reference, dockerfile, context, arguments))
+        sources = cache.digest_files(context, _stage(context))
+        builds = {}
+        for name, arguments in {"operator": {}, "worker": {}, "engine": {"TORCH": torch}}.items():
+            dockerfile = context / "images" / f"{name}.Dockerfile"
+            given = [f"{key}={value}" for key, value in sorted(arguments.items())]
+            tag = cache.digest(name, sources, _base_key(), *given)
+            builds[name] = Build(f"localhost/tkcc-{name}:{tag}", dockerfile, context, arguments)
+        if any(build.reference not in store.images() for build in builds.values()):
+            of_base = {"BASE": base()}
+            _add([replace(build, arguments={**of_base, **build.arguments}) for build in builds.values()])
+    return {name: build.reference for name, build in builds.items()}
 
 
-def pause_archive() -> Path:
+def build_pause() -> None:
     """The image of every pod's sandbox; its tag is fixed because containerd's configuration names it."""
-    program = toolchain.pause_program()
-    key = cache.digest(program.read_bytes(), (HERE / "pause" / "Dockerfile").read_bytes())
-    path = _archives() / f"pause-{key}.tar"
     with tempfile.TemporaryDirectory(prefix="tkcc-context-") as staging:
-        shutil.copy2(program, staging)
-        dockerfile = HERE / "pause" / "Dockerfile"
-        return _write_archive(path, node.PAUSE_IMAGE, lambda: _bud(node.PAUSE_IMAGE, dockerfile, Path(staging), {}))
+        shutil.copy2(toolchain.pause_program(), staging)
+        _add([Build(node.PAUSE_IMAGE, HERE / "pause" / "Dockerfile", Path(staging), {})])
+
+
+def _add(builds: Iterable[Build]) -> None:
+    """Build what the store lacks, one after the other, and unpack it all at once."""
+    with cache.lock(cache.root() / "images.lock"), store.layout() as layout:
+        wanted = [build for build in builds if build.reference not in store.images()]
+        for build in wanted:
+            _bud(build)
+            argv = [*_buildah("push"), "--disable-compression", build.reference, f"oci:{layout}:{build.reference}"]
+            progress.run(f"write image {build.reference}", argv, _log("write-image"), deadline_s=300)
+        if wanted:
+            store.add(layout, [build.reference for build in wanted], keep=KEEP_IMAGES)
+            _forget_old()
 
 
 def _stage(context: Path) -> list[Path]:
@@ -82,10 +88,18 @@ def _base_key() -> str:
     return cache.digest(SUITE, *BASE_PACKAGES, *UNREAD)
 
 
-def base() -> Image:
-    """Debian with Python, from packages alone."""
+def base() -> str:
+    """The reference, in buildah's store, of Debian with Python and no more; made from packages where it is missing."""
     reference = f"localhost/tkcc-base:{_base_key()}"
-    return _archive(reference, lambda: _build_base(reference))
+    with cache.lock(cache.root() / "buildah" / ".base.lock"):
+        if not _is_stored(reference):
+            _build_base(reference)
+    return reference
+
+
+def _is_stored(reference: str) -> bool:
+    argv = [*_buildah("inspect"), "--type=image", reference]
+    return subprocess.run(argv, capture_output=True, timeout=60, check=False).returncode == 0
 
 
 def _build_base(reference: str) -> None:
@@ -97,53 +111,29 @@ def _build_base(reference: str) -> None:
         progress.run(f"unpack Debian {SUITE} with Python", argv, _log("base-rootfs"), deadline_s=900)
         dockerfile = Path(staging) / "Dockerfile"
         dockerfile.write_text('FROM scratch\nADD rootfs.tar /\nCMD ["python3"]\n')
-        _bud(reference, dockerfile, Path(staging), {})
+        _bud(Build(reference, dockerfile, Path(staging), {}))
 
 
-def _bud(reference: str, dockerfile: Path, context: Path, arguments: dict[str, str]) -> None:
-    argv = [*_buildah("build"), "--isolation=chroot", "--network=host", "--layers", f"--tag={reference}"]
+def _bud(build: Build) -> None:
+    argv = [*_buildah("build"), "--isolation=chroot", "--network=host", "--layers", f"--tag={build.reference}"]
     argv += ["--volume=/etc/ssl/certs:/etc/ssl/certs:ro"]  # pip and apt in the build trust whom the host trusts
-    argv += [f"--build-arg={key}={value}" for key, value in arguments.items()]
-    argv += [f"--file={dockerfile}", str(context)]
-    progress.run(f"build image {reference}", argv, _log(f"image-{dockerfile.stem}"), deadline_s=1800)
+    argv += [f"--build-arg={key}={value}" for key, value in build.arguments.items()]
+    argv += [f"--file={build.dockerfile}", str(build.context)]
+    progress.run(f"build image {build.reference}", argv, _log(f"image-{build.dockerfile.stem}"), deadline_s=1800)
 
 
-def _archive(reference: str, build_image: Callable[[], None]) -> Image:
-    name, tag = reference.removeprefix("localhost/tkcc-").split(":")
-    path = _archives() / f"{name}-{tag}.tar"
-    return Image(reference, _write_archive(path, reference, build_image))
-
-
-def _write_archive(path: Path, reference: str, build_image: Callable[[], None]) -> Path:
-    with cache.lock(path.with_name(".lock")):
-        if not path.exists():
-            build_image()
-            partial = path.with_name(f".{path.name}.partial")
-            partial.unlink(missing_ok=True)
-            argv = [*_buildah("push"), reference, f"docker-archive:{partial}:{reference}"]
-            progress.run(f"write {path.name}", argv, _log("write-archive"), deadline_s=300)
-            partial.rename(path)
-            _prune(path)
-    return path
-
-
-def _prune(newest: Path) -> None:
-    """Keep the last few archives of an image; older ones go, and their image from buildah's store."""
-    name = newest.name.rsplit("-", 1)[0]
-    archives = sorted(newest.parent.glob(f"{name}-*.tar"), key=lambda path: path.stat().st_mtime)
-    for old in archives[:-KEEP_ARCHIVES]:
-        old.unlink()
-
-
-def _archives() -> Path:
-    directory = cache.root() / "images"
-    directory.mkdir(parents=True, exist_ok=True)
-    return directory
+def _forget_old() -> None:
+    """Remove from buildah's store the images that ours no longer has; the layers under the newest stay as its cache."""
+    argv = [*_buildah("images"), "--format={{.Name}}:{{.Tag}}", "--filter=reference=localhost/tkcc-*"]
+    staying = {*store.images(), f"localhost/tkcc-base:{_base_key()}"}
+    old = [name for name in progress.output(argv).split() if name not in staying]
+    if old:
+        progress.output([*_buildah("rmi"), *old], deadline_s=120)
 
 
 def _buildah(command: str) -> list[str]:
-    store = cache.root() / "buildah"
-    return ["buildah", f"--root={store / 'root'}", f"--runroot={store / 'run'}", "--storage-driver=overlay", command]
+    own = cache.root() / "buildah"
+    return ["buildah", f"--root={own / 'root'}", f"--runroot={own / 'run'}", "--storage-driver=overlay", command]
 
 
 def _log(name: str) -> Path:

@@ -9,18 +9,20 @@ import os
 import re
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from e2e.cluster import flags
+from e2e.cluster import cache, flags
 from e2e.cluster.errors import ClusterError
 from e2e.cluster.names import ClusterName
 from e2e.cluster.process import Daemon, Process
 from e2e.cluster.progress import output
 
 CGROUP_GONE_DEADLINE_S = 10.0
-HOST_DIRS = ("/var/lib/cni",)  # mount points that the sandbox needs on the host; made, and removed again when empty
+HOST_DIRS = (
+    "/var/lib/cni",
+)  # mount points that a sandbox needs on the host; made, and removed by the last one when empty
 
 # What is under /run, /var/log and /var/lib/cni belongs to the cluster alone. /sys stays the host's: mounting it anew
 # hides the cgroups below it. node0 is half of a veth pair because kubelet refuses a loopback node address and some
@@ -68,13 +70,14 @@ class Sandbox:
 
     def create(self, *, die_with_parent: bool) -> None:
         """Make and furnish it; with `die_with_parent` it ends when the thread that called this does."""
-        for directory in HOST_DIRS:
-            Path(directory).mkdir(parents=True, exist_ok=True)
         if not Path("/proc/sys/net/bridge").exists():  # where the kernel has it as a module
             output(["modprobe", "-a", "br_netfilter", "overlay", "veth", "nf_tables"])
         make_cgroups(self.name)
         unshare = ["unshare", "--mount", "--net", "--pid", "--propagation=slave", "--fork", "--kill-child"]
-        self.anchor.start([str(self.pause)], enter=unshare, die_with_parent=die_with_parent)
+        with _host_dirs_lock():
+            for directory in HOST_DIRS:
+                Path(directory).mkdir(parents=True, exist_ok=True)
+            self.anchor.start([str(self.pause)], enter=unshare, die_with_parent=die_with_parent)
         output([*self.enter(), "sh", "-euc", _FURNISH], deadline_s=30)
 
     def destroy(self) -> None:
@@ -86,9 +89,21 @@ class Sandbox:
             stray.end()
         self.anchor.record.unlink(missing_ok=True)
         remove_cgroups(self.name)
-        for directory in HOST_DIRS:
-            with suppress(OSError):
-                Path(directory).rmdir()
+        with _host_dirs_lock():
+            if not running():  # removing a directory takes the mounts that other namespaces have on it along
+                for directory in HOST_DIRS:
+                    with suppress(OSError):
+                        Path(directory).rmdir()
+
+
+def _host_dirs_lock() -> AbstractContextManager[None]:
+    return cache.lock(cache.root() / "clusters" / ".host-dirs.lock")
+
+
+def running() -> list[str]:
+    """The names of the clusters that are up."""
+    names = sorted(path.name for path in (cache.root() / "clusters").glob("[a-z]*") if path.is_dir())
+    return [name for name in names if Daemon("sandbox", ClusterName(name).run_dir, name).process()]
 
 
 def marked(name: ClusterName) -> Iterator[Process]:

@@ -22,7 +22,6 @@ from tkcc.verify import challenge, correctness, errors, reference, roofline, spe
 from tkcc.verify.executor import CPU, Local
 from tkcc.verify.link import SupervisorError, SupervisorLink
 from tkcc.verify.model import TierModel, permuted
-from tkcc.verify.replay import ServingLimits
 from tkcc.verify.speed import Agreement, SpeedTest, Timing
 from tkcc.verify.trial import ReadyChallenge, RefusalError, Runners, SpeedTrial, above_roofline, blame, try_correctness
 from tkcc.verify.workload import Plan, fit_cost, make_plan
@@ -30,6 +29,7 @@ from tkcc.verify.workload import Plan, fit_cost, make_plan
 REFERENCE_SHARE_S = {"fast": 2.0, "slow": 12.0}  # what the reference may take per challenge set
 MIN_CHALLENGE_TOKENS, MAX_CHALLENGE_TOKENS = 400, 6000
 CHALLENGES_AHEAD = 2
+MAX_POSITIONS = 8192  # longer requests are cut: a tier's memory is bounded
 AA_PAIRS = 10
 FIRST_STEP_S = 30.0  # a step's deadline before anything was measured
 
@@ -58,13 +58,13 @@ class Judge:
     def take_workload(self, recording: Recording) -> Plan:
         """Steps, cells and challenge size of these requests. Raises RefusalError if the judge itself is not fit."""
         model = self.model
-        limits = replace(ServingLimits(), max_positions=min(2048, model.config.max_positions))
+        max_positions = min(MAX_POSITIONS, model.config.max_positions)
         weights = model.everything
-        cost_s = fit_cost(model.config, weights, model.dtype, model.threads, limits, recording.block_tokens)
+        cost_s = fit_cost(model.config, weights, model.dtype, model.threads, max_positions, recording.block_tokens)
         tokens = self._challenge_tokens()
         self.contest = None
         self.challenges.clear()
-        self.plan = make_plan(model.config, recording, limits, cost_s, tokens, secrets.randbits(62))
+        self.plan = make_plan(model.config, recording, max_positions, cost_s, tokens, secrets.randbits(62))
         self.baseline = Local(model.config, weights, model.dtype, self.plan.geometry, model.threads)
         self._prove_reordering_passes()
         return self.plan

@@ -225,13 +225,14 @@ def quantile(ordered: Sequence[float], q: float) -> float | None:
     return ordered[max(0, math.ceil(q * len(ordered)) - 1)] if ordered else None
 
 
-def median_tpot_s(sent: Iterable[Sent], artifact: str | None = None) -> float | None:
-    values = [
-        s.result.tpot_s
-        for s in sent
-        if s.result.is_ok and s.result.tpot_s is not None and (artifact is None or s.result.artifact == artifact)
-    ]
+def median_tpot_s(sent: Iterable[Sent]) -> float | None:
+    values = [s.result.tpot_s for s in sent if s.result.is_ok and s.result.tpot_s is not None]
     return median(values) if values else None
+
+
+def fingerprint(digest: str) -> str:
+    """How serving pods name the forward pass of this digest in their answers."""
+    return f"fp_{digest[:16]}"
 
 
 def _thousandth(milli: int | None) -> float | None:

@@ -98,10 +98,7 @@ def ground(watch: Stopwatch) -> Iterator[Ground]:
     with watch.step("cluster"):
         cluster.up(die_with_parent=True)
     try:
-        with watch.step("images"):
-            cluster.load(image.archive for image in built.values())
-        references = {part: built[part].reference for part in PARTS}
-        yield Ground(cluster.kubeconfig, references, sysconfig.get_paths()["purelib"])
+        yield Ground(cluster.kubeconfig, built, sysconfig.get_paths()["purelib"])
     finally:
         with suppress(OSError):
             cluster.keep_logs(LOGS)

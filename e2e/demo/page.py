@@ -7,7 +7,7 @@ from typing import Any
 
 import jinja2
 
-from e2e.demo.facts import Sent, Story, is_promoted, median_tpot_s, quantile, report
+from e2e.demo.facts import Sent, Story, fingerprint, is_promoted, median_tpot_s, quantile, report
 from e2e.demo.plot import Chart, Mark, Series, render
 from e2e.demo.timeline import short
 
@@ -110,29 +110,30 @@ def charts(story: Story) -> list[Chart]:
 def _tpot_chart(story: Story, sent: list[Sent]) -> Chart:
     series = []
     values = sorted(s.result.tpot_s * 1e3 for s in sent if s.result.tpot_s is not None)
-    for style, (artifact, name) in enumerate(_artifacts(story)):
-        own = [s for s in sent if s.result.artifact == artifact and s.result.tpot_s is not None]
+    for style, (served_by, name) in enumerate(_forward_passes(story)):
+        own = [s for s in sent if s.result.fingerprint == served_by and s.result.tpot_s is not None]
         series.append(Series(name, [(s.at_s, (s.result.tpot_s or 0) * 1e3) for s in own], "dots", style))
         series.append(Series(f"{name}, median", _rolling(own, _tpot_ms), "line", style, is_named=False))
     # A few stragglers would flatten the rest: the axis ends at the 99th percentile.
     return Chart("Time per output token", "ms, one dot a request", series, top=quantile(values, 0.99))
 
 
-def _artifacts(story: Story) -> list[tuple[str, str]]:
-    """Digests that served requests and what to call them, in the order of their first request."""
-    seen = dict.fromkeys(s.result.artifact for s in sorted(story.sent, key=lambda one: one.at_s) if s.result.is_ok)
-    names = {digest: f"compiled for {label}" for digest, label in story.compiled_for.items()}
+def _forward_passes(story: Story) -> list[tuple[str, str]]:
+    """Fingerprints that answered requests and what to call them, in the order of their first request."""
+    ordered = sorted(story.sent, key=lambda one: one.at_s)
+    names = {fingerprint(digest): f"compiled for {label}" for digest, label in story.compiled_for.items()}
     if story.revisions:
-        names[story.revisions[0]] = "baseline"
-    return [(digest, names.get(digest, short(digest) or "unknown")) for digest in seen]
+        names[fingerprint(story.revisions[0])] = "baseline"
+    seen = dict.fromkeys(s.result.fingerprint for s in ordered if s.result.is_ok)
+    return [(served_by, names.get(served_by, served_by or "unknown")) for served_by in seen]
 
 
 def serving_table(story: Story) -> list[dict[str, Any]]:
     """Per workload and forward pass: how requests went, as the client saw them."""
     rows = []
     for workload in ("A", "B"):
-        for artifact, name in _artifacts(story):
-            own = [s for s in story.sent if s.workload == workload and s.result.artifact == artifact]
+        for served_by, name in _forward_passes(story):
+            own = [s for s in story.sent if s.workload == workload and s.result.fingerprint == served_by]
             if not own:
                 continue
             ttft = sorted(s.result.ttft_s for s in own if s.result.ttft_s is not None)
@@ -140,7 +141,7 @@ def serving_table(story: Story) -> list[dict[str, Any]]:
             rows.append(
                 {
                     "workload": workload,
-                    "artifact": name,
+                    "served_by": name,
                     "requests": len(own),
                     "failed": sum(not s.result.is_ok for s in own),
                     "prompt_tokens": _mean_prompt(own),

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from e2e.cluster import images
-from e2e.cluster.cluster import Cluster, running
+from e2e.cluster.cluster import Cluster
 from e2e.cluster.names import ClusterName
-from e2e.cluster.sandbox import marked
+from e2e.cluster.sandbox import marked, running
 from e2e.demo.ground import CLUSTER_NAME
 
 REPOSITORY = Path(__file__).parents[2]
@@ -65,10 +65,9 @@ def test_an_interrupt_leaves_nothing_running(moment: str) -> None:
 def test_a_given_cluster_is_used_and_goes_on_afterwards() -> None:
     built = images.build_all()
     with Cluster("given") as cluster:
-        cluster.load(image.archive for image in built.values())
         environment = {
             "TKCC_KUBECONFIG": str(cluster.kubeconfig),
-            "TKCC_IMAGES": ",".join(f"{part}={image.reference}" for part, image in built.items()),
+            "TKCC_IMAGES": ",".join(f"{part}={reference}" for part, reference in built.items()),
             "TKCC_TORCH_PATH": str(Path(sys.prefix) / "lib" / "python3.11" / "site-packages"),
         }
         process = _start(**environment)

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from e2e.cluster.cluster import running
 from e2e.cluster.names import ClusterName
-from e2e.cluster.sandbox import marked
+from e2e.cluster.sandbox import marked, running
 from e2e.demo.ground import CLUSTER_NAME
 
 REPOSITORY = Path(__file__).parents[2]

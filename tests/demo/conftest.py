@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from e2e.demo.facts import CandidateFact, DriftFact, Look, Ratio, RunFact, Sent, Story, Told
+from e2e.demo.facts import CandidateFact, DriftFact, Look, Ratio, RunFact, Sent, Story, Told, fingerprint
 from tkcc.api.condition import Condition, ConditionStatus
 from tkcc.api.run import CandidateCounts
 from tkcc.traffic import shape
@@ -42,8 +42,7 @@ def _requests() -> list[Sent]:
                 output_tokens=request.output_tokens,
                 ttft_s=(request.prompt_tokens - cached) * 0.004,
                 tpot_s=tpot_s,
-                artifact=artifact,
-                pod="pod-1",
+                fingerprint=fingerprint(artifact),
             )
             sent.append(Sent(at_s, label, result))
     return sent

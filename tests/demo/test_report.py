@@ -122,7 +122,7 @@ def test_a_look_holds_what_the_status_said():
 
 
 def test_requests_are_told_apart_by_workload_and_forward_pass(story):
-    rows = {(row["workload"], row["artifact"]): row for row in serving_table(story)}
+    rows = {(row["workload"], row["served_by"]): row for row in serving_table(story)}
     assert list(rows) == [("A", "baseline"), ("A", "compiled for A"), ("B", "compiled for A"), ("B", "compiled for B")]
     assert sum(row["requests"] for row in rows.values()) == len(story.sent)
     assert rows["A", "baseline"]["tpot_ms"] > rows["B", "compiled for B"]["tpot_ms"]

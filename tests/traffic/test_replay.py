@@ -42,6 +42,8 @@ class Server:
         self.peers.append(request.transport.get_extra_info("peername"))
         if self.mode == "refuse":
             return web.json_response({"error": {"message": "max_tokens is too large", "type": "bad"}}, status=400)
+        if self.mode == "strict" and "ignore_eos" in body:
+            return web.json_response({"error": {"message": "ignore_eos=True is not supported"}}, status=400)
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         try:
@@ -50,7 +52,7 @@ class Server:
             self.running -= 1
 
     async def stream(self, request: web.Request, body: dict) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "x-tkcc-artifact": "abc"})
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         for _ in range(body["max_tokens"]):
             await asyncio.sleep(self.token_s)
@@ -104,7 +106,7 @@ async def test_each_request_is_sent_as_planned_on_a_connection_of_its_own(server
     for result in results:
         assert (result.status, result.error, result.is_ok) == (200, "", True)
         assert (result.prompt_tokens, result.cached_tokens, result.output_tokens) == (20, 3, 3)
-        assert result.artifact == "abc"
+        assert result.fingerprint == "fp"
 
 
 async def test_times_are_of_the_first_and_the_following_tokens(server):
@@ -164,6 +166,13 @@ async def test_a_stop_ends_sending_even_while_it_waits_for_a_place(server):
     asyncio.get_running_loop().call_later(0.1, stop.set)
     results = await _send(server, _requests(0.0, 0.0, 0.0), target={"max_concurrency": 1}, stop=stop)
     assert [result.index for result in results] == [0]
+
+
+async def test_a_server_that_does_not_know_ignore_eos_is_asked_without_it(server):
+    server.mode = "strict"
+    results = await _send(server, _requests(0.0, 0.3))
+    assert all(result.is_ok for result in results)
+    assert ["ignore_eos" in body for body in server.bodies] == [True, False, False]
 
 
 async def test_the_only_model_is_found(server):

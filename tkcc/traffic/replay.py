@@ -39,8 +39,7 @@ class Result:
     output_tokens: int
     ttft_s: float | None
     tpot_s: float | None  # None with less than two tokens
-    artifact: str  # digest of the forward pass that served it, where the server says so
-    pod: str
+    fingerprint: str  # `system_fingerprint`: which forward pass served it, if the server says so
 
     @property
     def is_ok(self) -> bool:
@@ -62,9 +61,15 @@ async def replay(
     places = asyncio.Semaphore(target.max_concurrency)
     stop = stop or asyncio.Event()
 
+    dialect = _Dialect()
+
     async def send(client: httpx.AsyncClient, request: PlannedRequest, due_s: float) -> None:
         try:
-            on_result(await _request(client, target, request, due_s))
+            result = await _request(client, target, request, due_s, dialect)
+            if result.status == 400 and "ignore_eos" in result.error:
+                dialect.has_ignore_eos = False
+                result = await _request(client, target, request, due_s, dialect)
+            on_result(result)
         finally:
             places.release()
 
@@ -121,7 +126,16 @@ async def _stopped_before_place(stop: asyncio.Event, places: asyncio.Semaphore) 
             acquire.cancel()
 
 
-async def _request(client: httpx.AsyncClient, target: Target, request: PlannedRequest, due_s: float) -> Result:
+@dataclass
+class _Dialect:
+    """What the server was found to know beyond OpenAI's fields."""
+
+    has_ignore_eos: bool = True  # vLLM and SGLang have it: the recorded length is the load, whatever tokens come
+
+
+async def _request(
+    client: httpx.AsyncClient, target: Target, request: PlannedRequest, due_s: float, dialect: _Dialect
+) -> Result:
     """Send one request that was due at the loop's time `due_s`, and read its stream to the end."""
     loop = asyncio.get_running_loop()
     sent_s, started_at_s = loop.time(), time.time()
@@ -130,17 +144,16 @@ async def _request(client: httpx.AsyncClient, target: Target, request: PlannedRe
         "prompt": prompt_ids(request, target.vocab),
         "max_tokens": request.output_tokens,
         "temperature": 0,
-        "ignore_eos": True,  # the recorded length is the load; vLLM, SGLang and ours know this field
         "stream": True,
         "stream_options": {"include_usage": True},
+        **({"ignore_eos": True} if dialect.has_ignore_eos else {}),
     }
     answer = _Answer(sent_s)
     status = 0
-    headers: httpx.Headers = httpx.Headers()
     try:
         async with asyncio.timeout(target.request_timeout_s):
             async with client.stream("POST", "/v1/completions", json=body, headers={"connection": "close"}) as response:
-                status, headers = response.status_code, response.headers
+                status = response.status_code
                 if response.is_success:
                     async for data in _events(response):
                         answer.take(data, loop.time())
@@ -163,8 +176,7 @@ async def _request(client: httpx.AsyncClient, target: Target, request: PlannedRe
         output_tokens=answer.output_tokens,
         ttft_s=answer.ttft_s,
         tpot_s=answer.tpot_s,
-        artifact=headers.get("x-tkcc-artifact", "") or answer.fingerprint,
-        pod=headers.get("x-tkcc-pod", ""),
+        fingerprint=answer.fingerprint,
     )
 
 

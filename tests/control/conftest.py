@@ -11,8 +11,8 @@ from tkcc.api.status import Phase
 from tkcc.control.simulation import Behaviour, Load, RunScript, World
 
 FAST, OTHER = sha256_hex("fast"), sha256_hex("other")
-HOME = Load(requests_per_minute=120, prompt_tokens=1000)
-AWAY = Load(requests_per_minute=120, prompt_tokens=3000)
+HOME = Load(requests_per_minute=60, prompt_tokens=1000)
+AWAY = Load(requests_per_minute=60, prompt_tokens=3000)
 
 
 def merged(base, patch):
@@ -66,7 +66,7 @@ class Story:
         self.data = merged(self.data, patch)
         self.world.change(from_dict(Spec, self.data))
 
-    def tick(self, dt=timedelta(seconds=10)):
+    def tick(self, dt=timedelta(seconds=20)):
         self.world.advance(dt)
         actions = self.world.turn()
         if self.world.status.phase is not self.phases[-1]:

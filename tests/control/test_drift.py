@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tkcc.api.codec import from_dict
+from tkcc.api.observation import MetricSample
 from tkcc.api.spec import DriftSpec
 from tkcc.api.status import Plan, Point
 from tkcc.control.drift import Reading, Traffic, distance, is_away, nearest, point_of, read, tick_of, ticks_away
 from tkcc.control.simulation import START
-from tkcc.control.windows import Increase
 
 SPEC = from_dict(DriftSpec, {"tick": "1m", "ticks": 3, "minRequests": 12, "windows": {"long": "12m", "short": "3m"}})
 MINUTE = timedelta(minutes=1)
@@ -85,21 +85,12 @@ def test_without_a_plan_nothing_is_away():
 
 def traffic(tokens_by_minute, requests=10):
     """One pod; minute m of the list had requests of that many tokens (None: no requests)."""
-    history = tuple(
-        Increase(
-            at=START + (m + 1) * MINUTE,
-            requests=requests if tokens else 0,
-            prompt_tokens=requests * (tokens or 0),
-            output_requests=0,
-            output_tokens=0,
-            hit_tokens=0,
-            query_tokens=0,
-            is_warm=True,
-            running=0,
-        )
-        for m, tokens in enumerate(tokens_by_minute)
-    )
-    return Traffic(history, START, history[-1].at if history else None)
+    samples, total, tokens_total = [], 0, 0
+    for m, tokens in enumerate([None, *tokens_by_minute]):
+        total += requests if tokens else 0
+        tokens_total += requests * (tokens or 0)
+        samples.append(MetricSample("pod", START, START + m * MINUTE, total, tokens_total, 0, 0, 0, 0))
+    return Traffic(tuple(samples), timedelta(0))
 
 
 def count(tokens_by_minute, *, at=None, since=None, requests=10):

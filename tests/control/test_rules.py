@@ -11,7 +11,7 @@ from tkcc.control.actions import EnsureCanary, EnsureRun, EnsureRunEnded, Ensure
 from tkcc.control.simulation import Behaviour, Load, RunScript
 
 MINUTE = timedelta(minutes=1)
-HOME, AWAY, FAR = (Load(120, prompt_tokens=n) for n in (1000, 3000, 9000))
+HOME, AWAY, FAR = (Load(60, prompt_tokens=n) for n in (1000, 3000, 9000))
 
 
 def script(artifact="", minutes=2, outcome=RunOutcome.SEARCH_SUCCEEDED):
@@ -135,7 +135,7 @@ def test_rule_4_what_failed_is_remembered_until_workload_or_incumbent_changes(st
     s.world.scripts += [script(fast), script(other)]
     s.establish()
     s.drift()
-    s.run(60)
+    s.run(30)
     (attempt,) = s.status.recompilation.attempts
     assert (attempt.artifact, attempt.reason, attempt.incumbent) == (fast, "LatencyExceeded", BASELINE)
     assert len(s.runs) == 1 and [r.artifact for r in s.status.rolled_back] == [fast]
@@ -163,10 +163,10 @@ def test_rule_5_drift_clears_below_seven_tenths_and_not_at_one(story):
     s = story({"recompilation": {"mode": "Disabled"}})
     s.establish()
     s.drift()
-    s.world.load = Load(120, prompt_tokens=1220)  # distance 0.9: within, but at the edge
+    s.world.load = Load(60, prompt_tokens=1220)  # distance 0.9: within, but at the edge
     s.run(20)
     assert s.status.drift.long_distance_milli < 1000 and s.condition("TrafficDrifted").status == "True"
-    s.world.load = Load(120, prompt_tokens=1100)
+    s.world.load = Load(60, prompt_tokens=1100)
     s.run(15, lambda s: s.condition("TrafficDrifted").status == "False")
 
 
@@ -175,7 +175,7 @@ def test_rule_5_at_the_edge_the_condition_does_not_flap(story):
     s.establish()
     flips, before = 0, "False"
     for minute in range(80):
-        s.world.load = Load(120, prompt_tokens=1350 if minute % 16 < 8 else 1200)
+        s.world.load = Load(60, prompt_tokens=1350 if minute % 16 < 8 else 1200)
         s.run(1)
         now = s.condition("TrafficDrifted").status
         flips, before = flips + (now != before), now

@@ -13,9 +13,9 @@ from tkcc.control.actions import EnsureCanary, EnsureRun, EnsureStable, EnsureWe
 from tkcc.control.simulation import Behaviour, Load, RunScript
 
 MINUTE = timedelta(minutes=1)
-HOME = Load(requests_per_minute=120, prompt_tokens=1000)
-AWAY = Load(requests_per_minute=120, prompt_tokens=3000)
-FAR = Load(requests_per_minute=120, prompt_tokens=9000)
+HOME = Load(requests_per_minute=60, prompt_tokens=1000)
+AWAY = Load(requests_per_minute=60, prompt_tokens=3000)
+FAR = Load(requests_per_minute=60, prompt_tokens=9000)
 
 
 def script(artifact="", minutes=2, outcome=RunOutcome.SEARCH_SUCCEEDED):
@@ -95,7 +95,7 @@ def test_no_improvement_rebases_the_plan_and_is_not_searched_again(story, no_imp
     s = story({"drift": {"cooldown": "1m"}}, scripts=[no_improvement])
     s.establish()
     s.drift()
-    s.run(60)
+    s.run(30)
     assert len(s.runs) == 1
     assert [(p.artifact, p.reason) for p in s.status.drift.plans] == [
         (BASELINE, "FirstWindow"),
@@ -181,7 +181,7 @@ def test_cooldown_names_its_end_and_holds_until_then(story, names):
 def test_runs_per_day_are_bounded_and_name_the_next(story, no_improvement):
     s = story({"drift": {"cooldown": "1m", "maxRunsPerDay": 2}}, scripts=[no_improvement] * 9)
     s.establish()
-    for load in (AWAY, FAR, Load(120, prompt_tokens=200)):
+    for load in (AWAY, FAR, Load(60, prompt_tokens=200)):
         s.world.load = load
         s.run(20)
     assert len(s.runs) == 2
@@ -195,7 +195,7 @@ def test_recommend_only_offers_and_does_not_roll_out(story, names):
     s = story({"recompilation": {"mode": "RecommendOnly"}}, scripts=[script(fast)] * 3)
     s.establish()
     s.drift()
-    s.run(60)
+    s.run(30)
     offered = s.condition("CandidateAvailable")
     assert (offered.status, offered.reason) == ("True", "RecommendOnly") and fast in offered.message
     assert s.status.rollout is None and len(s.runs) == 1
@@ -372,7 +372,7 @@ def test_a_failed_run_is_not_repeated_for_the_same_workload(story, outcome):
     s = story({"drift": {"cooldown": "1m"}}, scripts=[script(outcome=outcome)] * 5)
     s.establish()
     s.drift()
-    s.run(60)
+    s.run(30)
     assert len(s.runs) == 1 and s.condition("Recompiling").reason == "AlreadyTried"
     assert outcome.value in s.condition("Recompiling").message
     s.change({"recompilation": {"triggerToken": "again"}})

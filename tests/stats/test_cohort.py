@@ -72,6 +72,14 @@ def test_longer_prompts_are_not_taken_for_a_slower_canary():
     assert raw is not None and raw.ratio > 1.2  # without sizes it would be
 
 
+def test_twice_the_work_in_twice_the_time_is_the_same_speed():
+    rng = random.Random(10)
+    ours = [Sample(2.0 * rng.lognormvariate(0, 0.1), 1000.0) for _ in range(40)]
+    theirs = [Sample(1.0 * rng.lognormvariate(0, 0.1), 500.0) for _ in range(40)]
+    result = compare(ours, theirs)
+    assert result is not None and result.low <= 1.0 <= result.high
+
+
 def test_too_few_samples_are_no_evidence():
     rng = random.Random(9)
     assert compare(requests(rng, MIN_SAMPLES - 1), requests(rng, 100)) is None

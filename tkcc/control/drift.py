@@ -9,10 +9,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import cached_property
 
+from tkcc.api.observation import MetricSample
 from tkcc.api.spec import DriftSpec
 from tkcc.api.status import Plan, Point
-from tkcc.control.observed import Observed
 from tkcc.control.windows import Increase, Window, increases, window
 
 CLEAR_BELOW = 0.7  # a drift is over below this distance, not already at 1: no flapping at the edge
@@ -22,11 +23,22 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 @dataclass(frozen=True)
 class Traffic:
-    """All samples, made ready once a reconcile."""
+    """All samples, made ready at most once a reconcile."""
 
-    history: tuple[Increase, ...]
-    first_at: datetime | None
-    last_at: datetime | None
+    samples: tuple[MetricSample, ...]
+    cache_fill: timedelta
+
+    @cached_property
+    def history(self) -> tuple[Increase, ...]:
+        return increases(self.samples, self.cache_fill)
+
+    @cached_property
+    def first_at(self) -> datetime | None:
+        return min((s.at for s in self.samples), default=None)
+
+    @cached_property
+    def last_at(self) -> datetime | None:
+        return max((s.at for s in self.samples), default=None)
 
     def window(self, end: datetime, length: timedelta) -> Window:
         return window(self.history, self.first_at, end, length)
@@ -41,11 +53,6 @@ class Reading:
     short: Point | None
     requests: int  # in the long window
     is_covered: bool
-
-
-def traffic_of(seen: Observed, spec: DriftSpec) -> Traffic:
-    times = [s.at for s in seen.samples]
-    return Traffic(increases(seen.samples, spec.cache_fill), min(times, default=None), max(times, default=None))
 
 
 def tick_of(now: datetime, spec: DriftSpec) -> datetime:

@@ -8,7 +8,7 @@ from tkcc.api.fields import BASELINE
 from tkcc.api.spec import Spec
 from tkcc.api.status import Plan, Revision, Status
 from tkcc.control.acceptance import Acceptance, accept
-from tkcc.control.drift import Traffic, traffic_of
+from tkcc.control.drift import Traffic
 from tkcc.control.observed import Observed, PodSeen, ServingSeen
 
 
@@ -21,7 +21,7 @@ class Turn:
 
     @classmethod
     def of(cls, spec: Spec, status: Status, seen: Observed) -> "Turn":
-        return cls(spec, seen, traffic_of(seen, spec.drift), accept(spec, status, seen))
+        return cls(spec, seen, Traffic(seen.samples, spec.drift.cache_fill), accept(spec, status, seen))
 
     @property
     def now(self) -> datetime:

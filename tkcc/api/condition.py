@@ -66,6 +66,8 @@ def set_condition(have: tuple[Condition, ...], new: Condition, now: datetime) ->
     old = find_condition(have, new.type)
     since = old.last_transition_time if old and old.status == new.status else now
     new = replace(new, last_transition_time=since)
+    if new == old:
+        return have
     if old is None:
         return (*have, new)
     return tuple(new if c.type == new.type else c for c in have)

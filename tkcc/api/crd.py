@@ -81,10 +81,13 @@ def _without(node: Json, *keys: str) -> Json:
 
 
 def _default_of(node: Json, structural: Json) -> Any:
-    """The default worth writing, or None. An object whose parts have defaults defaults to {}, so that they apply."""
+    """The default worth writing, or None. An object whose parts have defaults defaults to {}, so that they apply; one
+    with rules spells them out, because the API server tries its rules on the default as it stands."""
     if structural.get("type") == "object" and "properties" in structural:
-        filled = any("default" in child for child in structural["properties"].values())
-        return {} if filled and not structural.get("required") else None
+        parts = {name: part["default"] for name, part in structural["properties"].items() if "default" in part}
+        if not parts or structural.get("required"):
+            return None
+        return parts if "x-kubernetes-validations" in structural else {}
     default = node.get("default")
     return default if default not in ("", 0, [], {}, None) or default is False else None
 

@@ -20,6 +20,8 @@ from tkcc.models.forward import ModelConfig
 
 ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
 
+DTYPES = ("float32", "bfloat16", "float16")
+
 # What a checkpoint may say and tkcc.models.llama does not do: wanted value, by key of config.json.
 _REQUIRED = {
     "hidden_act": "silu",
@@ -51,6 +53,15 @@ def load_config(model_dir: Path | str) -> ModelConfig:
         raise CheckpointError(f"{model_dir}/config.json: {err.args[0]!r} is missing") from err
     except (TypeError, ValueError) as err:
         raise CheckpointError(f"{model_dir}/config.json: {err}") from err
+
+
+def checkpoint_dtype(model_dir: Path | str) -> str:
+    """The dtype that the checkpoint was made in ("bfloat16", ...), as config.json says; float32 if it is silent."""
+    raw = _read_json(Path(model_dir), "config.json")
+    name = raw.get("dtype") or raw.get("torch_dtype") or "float32"
+    if name not in DTYPES:
+        raise CheckpointError(f"{model_dir}/config.json: dtype {name!r} is not supported, only {', '.join(DTYPES)}")
+    return str(name)
 
 
 def _model_config(raw: Mapping[str, Any], qk_norm: bool) -> ModelConfig:

@@ -1,0 +1,186 @@
+"""The serving process: opens both ports, loads the model behind them, serves, drains, and ends with an exit code.
+
+The ports are open from the start, so that probes see "loading" rather than nothing. SIGTERM drains: health turns 503 at
+once, requests are accepted for `drain_accept_s` more (endpoints take a moment to change), what runs is finished within
+`drain_finish_s`, then the process exits. A second SIGTERM, or a SIGINT, skips the waiting.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Awaitable
+from typing import Any
+
+from aiohttp import web
+
+import tkcc
+from tkcc.engine.artifact import ArtifactError
+from tkcc.engine.serve.accounts import Accounts
+from tkcc.engine.serve.admin import AdminApi, utc_iso
+from tkcc.engine.serve.api import PublicApi, Served
+from tkcc.engine.serve.chat import ChatTemplate, ChatTemplateError
+from tkcc.engine.serve.cold_start import ColdStart
+from tkcc.engine.serve.engine import Engine, EngineBrokenError
+from tkcc.engine.serve.kv_blocks import BlockPool
+from tkcc.engine.serve.loading import Loaded, load
+from tkcc.engine.serve.metrics import Metrics
+from tkcc.engine.serve.options import ServeOptions
+from tkcc.engine.serve.recording import Recorder
+from tkcc.engine.serve.request_log import RequestLog
+from tkcc.engine.serve.scheduler import Scheduler, SchedulerConfig
+from tkcc.models.checkpoint import CheckpointError
+
+EXIT_OK, EXIT_BROKEN, EXIT_REFUSED = 0, 1, 2
+
+
+class Server:
+    def __init__(self, options: ServeOptions, cold_start: ColdStart) -> None:
+        self._options = options
+        self._cold_start = cold_start
+        self._started_at = utc_iso(time.time())
+        recorder = Recorder(options.record, options.block_tokens) if options.record else None
+        self._accounts = Accounts(Metrics(), RequestLog(options.log_requests), recorder, options.block_tokens)
+        name = options.served_model_name or options.model.resolve().name
+        self._public = PublicApi(name, self._accounts, options.request_timeout_s)
+        self._info: dict[str, Any] | None = None
+        self._signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
+
+    async def run(self) -> int:
+        """Serve until a signal; returns the process's exit code. What went wrong is printed as one line."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._signals.put_nowait, number)
+        runners = []
+        try:
+            with self._cold_start.phase("listen"):
+                admin = AdminApi(self._public, self._accounts, lambda: self._info)
+                public_app = self._public.app(self._options.max_body_bytes)
+                runners.append(await _listen(public_app, self._options.host, self._options.port))
+                runners.append(await _listen(admin.app(), self._options.host, self._options.admin_port))
+            return await self._load_and_serve([runner.addresses[0] for runner in runners])
+        except (CheckpointError, ArtifactError, ChatTemplateError, ListenError) as err:
+            _say(f"tkcc: {err}")
+            return EXIT_REFUSED
+        except EngineBrokenError as err:
+            _say(f"tkcc: the engine is broken: {err}")
+            return EXIT_BROKEN
+        finally:
+            for runner in runners:
+                await runner.cleanup()
+
+    async def _load_and_serve(self, addresses: list[tuple[str, int]]) -> int:
+        loading = asyncio.create_task(asyncio.to_thread(load, self._options, self._cold_start))
+        stopping = asyncio.create_task(self._signals.get())
+        await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not loading.done():
+            _say("tkcc: stopped while loading")
+            os._exit(EXIT_OK)  # the loading thread cannot be interrupted, and nobody waits for an answer
+        engine = self._start(loading.result())
+        (host, port), (_, admin_port) = addresses[0][:2], addresses[1][:2]
+        _say(
+            f"tkcc: serving {self._public.model_name} on http://{host}:{port}, admin port {admin_port},"
+            f" after {self._cold_start.phases_s['total']:.1f} s"
+        )
+        stepping = asyncio.create_task(engine.run())
+        try:
+            await asyncio.wait({stepping, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if stepping.done():
+                await stepping  # raises EngineBrokenError
+            await self._drain(engine, stepping, stopping.result())
+        finally:
+            stopping.cancel()
+            stepping.cancel()
+        return EXIT_OK
+
+    def _start(self, loaded: Loaded) -> Engine:
+        options, spec = self._options, loaded.runner.spec
+        pool = BlockPool(spec.num_blocks - 1)  # without the scratch block
+        scheduler_config = SchedulerConfig(options.block_tokens, options.max_running, options.chunk_tokens)
+        scheduler = Scheduler(scheduler_config, pool)
+        accounts = self._accounts
+        engine = Engine(scheduler, loaded.runner.run, options.limits, accounts.start, accounts.end)
+        metrics = accounts.metrics
+        metrics.watch("requests_running", "Requests in the running batch", lambda: engine.num_running)
+        metrics.watch("requests_waiting", "Requests in the queue", lambda: engine.num_waiting)
+        metrics.watch("kv_usage_ratio", "KV blocks that requests hold, of all", lambda: pool.usage_ratio)
+        tokenizer = loaded.tokenizer
+        template = tokenizer.chat_template and ChatTemplate(
+            tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token
+        )
+        self._public.served = Served(
+            engine=engine,
+            tokenizer=tokenizer,
+            template=template or None,
+            vocab_size=loaded.config.vocab_size,
+            max_context=_max_context(options, loaded),
+            fingerprint=f"fp_{loaded.artifact_digest[:16]}",
+        )
+        self._info = {
+            "artifactDigest": loaded.artifact_digest,
+            "baselineDigest": loaded.baseline_digest,
+            "modelDigest": loaded.model_digest,
+            "engineVersion": tkcc.__version__,
+            "device": loaded.device_name,
+            "dtype": loaded.dtype,
+            "startedAt": self._started_at,
+            "blockTokens": options.block_tokens,
+            "recording": accounts.recorder is not None,
+        }
+        self._cold_start.finish()
+        for phase, seconds in self._cold_start.phases_s.items():
+            metrics.cold_start.labels(phase).set(seconds)
+        return engine
+
+    async def _drain(self, engine: Engine, stepping: asyncio.Task[None], first: signal.Signals) -> None:
+        """Let what runs finish; another signal, or a broken engine, ends the waiting."""
+        self._public.is_draining = True
+        patience = asyncio.create_task(self._signals.get())
+
+        async def wait_for(work: Awaitable[None]) -> None:
+            task = asyncio.ensure_future(work)
+            await asyncio.wait({task, patience, stepping}, return_when=asyncio.FIRST_COMPLETED)
+            task.cancel()
+
+        if first is signal.SIGTERM:
+            _say(f"tkcc: draining, {engine.num_running} running and {engine.num_waiting} waiting")
+            await wait_for(asyncio.sleep(self._options.drain_accept_s))
+            if not patience.done():
+                await wait_for(engine.drain(self._options.drain_finish_s))
+        patience.cancel()
+        await engine.drain(0)
+        await asyncio.sleep(0.05)  # handlers write their last chunk
+
+
+class ListenError(Exception):
+    """A port cannot be opened."""
+
+
+async def _listen(app: web.Application, host: str, port: int) -> web.AppRunner:
+    """Open a port. Raises ListenError."""
+    # handler_cancellation: a client that goes away cancels its handler, which ends its request in the engine.
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=2.0)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, port).start()
+    except OSError as err:
+        await runner.cleanup()
+        raise ListenError(f"cannot listen on {host}:{port}: {err.strerror or err}") from err
+    return runner
+
+
+def _max_context(options: ServeOptions, loaded: Loaded) -> int:
+    """Most tokens of prompt and answer: what the model was made for and the whole KV cache can hold."""
+    spec = loaded.runner.spec
+    in_cache = (spec.num_blocks - 1) * spec.block_tokens + 1  # the last token sampled is never in the cache
+    return min(loaded.config.max_positions, in_cache, options.max_context or in_cache)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def serve(options: ServeOptions, cold_start: ColdStart) -> int:
+    """Run one server in this process until a signal ends it; returns the exit code."""
+    return asyncio.run(Server(options, cold_start).run())

@@ -1,0 +1,29 @@
+"""A campaign's journal and result in a directory."""
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+
+class DirectorySink:
+    """See `tkcc.worker.job.Sink`."""
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.directory = directory
+        self._journal = directory / "journal.jsonl"
+
+    def read_journal(self) -> Iterable[str]:
+        return self._journal.read_text().splitlines() if self._journal.exists() else []
+
+    def append_journal(self, line: str) -> None:
+        with self._journal.open("a") as file:
+            file.write(line + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def write(self, files: Mapping[str, str]) -> None:
+        for name, text in files.items():
+            scratch = self.directory / f".{name}.new"
+            scratch.write_text(text)
+            os.replace(scratch, self.directory / name)

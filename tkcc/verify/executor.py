@@ -21,6 +21,7 @@ from tkcc.engine.tier.arena import Geometry
 from tkcc.engine.tier.protocol import Op, Request, RunnerGoneError, RunnerLateError, Status
 from tkcc.models import llama
 from tkcc.models.forward import Batch, BuildSpec, Cell, KVCache, ModelConfig
+from tkcc.verify.clock import RunnerClock
 
 CPU = torch.device("cpu")
 
@@ -98,6 +99,7 @@ class RemoteRunner:
     def __init__(
         self,
         runner_id: int,
+        pid: int,
         fds: Sequence[int],
         config: ModelConfig,
         dtype: str,
@@ -106,6 +108,7 @@ class RemoteRunner:
     ) -> None:
         control, step_fd, kv_fd, self.pidfd = fds
         self.id = runner_id
+        self._clock = RunnerClock(pid)
         self._retire = retire
         self.control = socket.socket(fileno=control)
         self.block_tokens = geometry.block_tokens
@@ -134,9 +137,9 @@ class RemoteRunner:
         op = Op.PREFILL if step.kind is StepKind.PREFILL else Op.DECODE
         request = Request(op, secrets.randbits(63), B, T, P, reuse_inputs)
         self._continue()
-        start = time.perf_counter()
+        self._clock.start()
         self._call(request, timeout_s)
-        elapsed_s = time.perf_counter() - start
+        elapsed_s = self._clock.stop()
         self._stop()
         return StepResult(logits_bv.clone(), elapsed_s)
 

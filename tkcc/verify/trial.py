@@ -62,8 +62,9 @@ class Runners:
         clock = _Laps(phases)
         message = self.link.call("spawn", digest=digest)
         model = self.model
+        body = message.body
         runner = RemoteRunner(
-            message.body["runner"], message.fds, model.config, model.dtype_name, self.geometry, self._retire
+            body["runner"], body["pid"], message.fds, model.config, model.dtype_name, self.geometry, self._retire
         )
         phases["build"] = message.body["built_s"]
         clock.lap("fork")

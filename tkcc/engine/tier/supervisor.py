@@ -381,7 +381,7 @@ class Supervisor:
         self._runners[runner.id] = runner
         fds = [runner.control.fileno(), runner.step_fd, runner.kv_fd, runner.pidfd]
         with contextlib.suppress(channel.ChannelClosedError):
-            self._link.send({**reply, "runner": runner.id, "built_s": build.build_s}, fds)
+            self._link.send({**reply, "runner": runner.id, "pid": runner.pid, "built_s": build.build_s}, fds)
 
     async def _retire(self, runner: Runner | None, call: int | None, is_gone: bool) -> None:
         end, log = "", ""

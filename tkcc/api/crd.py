@@ -84,12 +84,21 @@ def _default_of(node: Json, structural: Json) -> Any:
     """The default worth writing, or None. An object whose parts have defaults defaults to {}, so that they apply; one
     with rules spells them out, because the API server tries its rules on the default as it stands."""
     if structural.get("type") == "object" and "properties" in structural:
-        parts = {name: part["default"] for name, part in structural["properties"].items() if "default" in part}
+        parts = _spelled_out(structural)
         if not parts or structural.get("required"):
             return None
         return parts if "x-kubernetes-validations" in structural else {}
     default = node.get("default")
     return default if default not in ("", 0, [], {}, None) or default is False else None
+
+
+def _spelled_out(structural: Json) -> Json:
+    """The defaults of an object's parts, all the way down."""
+    parts = {name: part for name, part in structural["properties"].items() if "default" in part}
+    return {
+        name: _spelled_out(part) if isinstance(part["default"], dict) else part["default"]
+        for name, part in parts.items()
+    }
 
 
 def _column(name: str, path: str, type_: str = "string", *, wide: bool = False, description: str = "") -> Json:

@@ -14,7 +14,7 @@ from pydantic.dataclasses import dataclass
 from tkcc.api.codec import BORDER
 from tkcc.api.fields import ATOMIC_LIST, ArtifactChoice, Duration, Quantity, cel
 
-_PVC_URI = "^pvc://[a-z0-9]([-a-z0-9.]*[a-z0-9])?(/[A-Za-z0-9._-]+)*/?$"
+_PVC_URI = "^pvc://[a-z0-9]([-a-z0-9.]*[a-z0-9])?(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*/?$"
 _CPU_LIST = "^(|[0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*)$"
 
 CpuList = Annotated[str, Field(pattern=_CPU_LIST, max_length=256)]
@@ -299,7 +299,12 @@ class Spec:
     replicas: int = Field(default=2, ge=1, le=1000, description="Serving pods, canary included.")
     pod: PodSettings = field(default_factory=PodSettings)
     traffic: TrafficSpec = field(default_factory=TrafficSpec)
-    drift: DriftSpec = field(default_factory=DriftSpec)
+    drift: DriftSpec = Field(
+        default_factory=DriftSpec,
+        json_schema_extra=cel(
+            ("duration(self.tick) <= duration(self.windows.short)", "drift.tick must not be longer than windows.short"),
+        ),
+    )
     recompilation: RecompilationSpec = field(default_factory=RecompilationSpec)
     rollout: RolloutSpec = Field(
         default_factory=RolloutSpec,
@@ -307,6 +312,10 @@ class Spec:
             (
                 "duration(self.stepDeadline) <= duration(self.progressDeadline)",
                 "rollout.stepDeadline must not be longer than progressDeadline",
+            ),
+            (
+                "duration(self.analysis.interval) < duration(self.stepDeadline)",
+                "rollout.analysis.interval must be shorter than stepDeadline",
             ),
             (
                 "self.approval != 'None' || !has(self.approvedArtifact) || self.approvedArtifact == ''",

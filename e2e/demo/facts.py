@@ -63,9 +63,10 @@ class RunFact:
 class CandidateFact:
     run: str
     tier: str
+    stage: str  # "screen", "confirm" or an estimate of an accepted one's gain
     digest: str
     outcome: str
-    gain_milli: int
+    gain_milli: int  # time saved against the incumbent, thousandths
     hypothesis: str
     reload_s: float | None = None
 

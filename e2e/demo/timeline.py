@@ -75,10 +75,10 @@ def run_entries(name: str, spec: RunSpec, old: RunStatus | None, new: RunStatus)
     return entries
 
 
-def candidate_entry(tier: str, digest: str, outcome: str, gain_milli: int, hypothesis: str) -> Entry:
-    """A candidate's verdict in one tier."""
+def candidate_entry(where: str, digest: str, outcome: str, gain_milli: int, hypothesis: str) -> Entry:
+    """A candidate's verdict in one tier, or in one stage of it."""
     gain = f" {gain_milli / 10:+.1f} % time saved" if outcome == Outcome.ACCEPTED or gain_milli else ""
-    return Entry("verdict", f"{tier:4s} {short(digest)} {outcome}{gain}: {hypothesis}", 0)
+    return Entry("verdict", f"{where} {short(digest)} {outcome}{gain}" + (f": {hypothesis}" if hypothesis else ""), 0)
 
 
 def short(artifact: str) -> str:

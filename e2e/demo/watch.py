@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,7 @@ from e2e.demo.facts import CandidateFact, RunFact, Story, Told, drift_of, look_o
 from e2e.demo.timeline import Entry, candidate_entry, deployment_entries, run_entries
 from tkcc.api.codec import from_dict
 from tkcc.api.condition import ConditionStatus, RunConditionType, find_condition
+from tkcc.api.report import Report
 from tkcc.api.run import RunSpec, RunStatus
 from tkcc.api.status import Status
 from tkcc.kube.cluster import Cluster
@@ -127,23 +129,28 @@ class Watcher:
         config_map = await self._cluster.get(CONFIG_MAP, self._namespace, f"{run}-result")
         lines = ((config_map or {}).get("data") or {}).get("journal.jsonl", "").splitlines()
         for line in lines[seen.journal :]:
-            fact = candidate_of(run, json.loads(line))
+            fact = candidate_of(run, line, seen.status)
             if fact:
                 self._story.candidates.append(fact)
-                self.tell(candidate_entry(fact.tier, fact.digest, fact.outcome, fact.gain_milli, fact.hypothesis))
+                where = f"{fact.tier} {fact.stage}"
+                self.tell(candidate_entry(where, fact.digest, fact.outcome, fact.gain_milli, fact.hypothesis))
         seen.journal = len(lines)
 
 
-def candidate_of(run: str, line: dict[str, Any]) -> CandidateFact | None:
-    """A verdict in a line of the worker's journal, or None where it tells of something else."""
-    if "outcome" not in line:
+def candidate_of(run: str, line: str, status: RunStatus) -> CandidateFact | None:
+    """A verdict in a line of the worker's journal, or None where it tells of something else. What a candidate is about
+    is in the run's status, if it is among the best."""
+    entry = json.loads(line)
+    if entry.get("kind") != "verdict":
         return None
+    report = from_dict(Report, entry["report"])
     return CandidateFact(
         run=run,
-        tier=line.get("tier", ""),
-        digest=line["digest"],
-        outcome=line["outcome"],
-        gain_milli=line.get("gainMilli", 0),
-        hypothesis=line.get("hypothesis", ""),
-        reload_s=line.get("reloadS"),
+        tier=report.tier,
+        stage=entry["stage"],
+        digest=report.digest,
+        outcome=report.outcome,
+        gain_milli=round(-1000 * math.expm1(-report.log_gain)),
+        hypothesis=next((top.hypothesis for top in status.top if top.digest == report.digest), ""),
+        reload_s=report.reload_s or None,
     )

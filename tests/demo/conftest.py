@@ -94,9 +94,13 @@ def story() -> Story:
             RunFact("smollm2-abcdef0123", "B", "SearchSucceeded", "1 of 2 accepted.", CandidateCounts(8, 2, 6), 101.0),
         ],
         candidates=[
-            CandidateFact("r", "fast", FOR_A, "ACCEPTED", 131, "prepacked linears save a copy per step", 0.4),
-            CandidateFact("r", "fast", "c" * 64, "WRONG", 0, "attention over pages & <script>alert(1)</script>", 0.5),
-            CandidateFact("r", "slow", FOR_B, "ACCEPTED", 212, "shapes specialised to decode at 400 tokens", 1.9),
+            CandidateFact("r", "fast", "screen", FOR_A, "ACCEPTED", 131, "prepacked linears save a copy per step", 0.4),
+            CandidateFact(
+                "r", "fast", "screen", "c" * 64, "WRONG", 0, "attention over pages & <script>alert(1)</script>", 0.5
+            ),
+            CandidateFact(
+                "r", "slow", "confirm", FOR_B, "ACCEPTED", 212, "shapes specialised to decode at 400 tokens", 1.9
+            ),
         ],
         cross=[
             Ratio("A", "A", 1.153, 1.141, 1.166),

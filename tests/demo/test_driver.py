@@ -14,6 +14,7 @@ from e2e.demo.load import Load, pod_of
 from e2e.demo.watch import Watcher
 from tkcc.api.codec import to_dict
 from tkcc.api.condition import Condition, ConditionStatus
+from tkcc.api.report import Outcome, Report
 from tkcc.api.run import CandidateCounts, CandidateSummary, RunSpec, RunStatus, Trigger
 from tkcc.api.spec import ModelSpec
 from tkcc.api.status import Revision, Source, Status
@@ -82,26 +83,34 @@ class Objects:
 
 
 READY = Condition("Ready", ConditionStatus.TRUE, "AllReplicasReady", "2 of 2", 1)
-ACCEPTED = {"outcome": "ACCEPTED", "tier": "fast", "digest": FOR_A, "gainMilli": 90, "hypothesis": "h", "reloadS": 0.7}
+
+
+def _verdict(digest: str, outcome: Outcome, log_gain: float, reload_s: float) -> dict:
+    report = Report(digest, BASELINE, "fast", outcome, "because", log_gain=log_gain, reload_s=reload_s)
+    return {"kind": "verdict", "stage": "screen", "report": to_dict(report)}
+
+
+START = {"kind": "start", "at": 1.0, "campaign": {}}
+ACCEPTED = _verdict(FOR_A, Outcome.ACCEPTED, 0.1, 0.7)
 
 
 async def test_the_watcher_tells_each_thing_once_and_keeps_the_facts():
     objects, story, shown = Objects(), Story(), []
     watcher = Watcher(objects, "default", "smollm2", story, lambda: 5.0, shown.append)
     objects.deployment(conditions=(READY,), stable=Revision(digest=BASELINE))
-    objects.run("r1", RunStatus(), ACCEPTED)
+    objects.run("r1", RunStatus(), START, ACCEPTED)
     await watcher.look()
     first = len(shown)
     await watcher.look()
     assert len(shown) == first and len(story.looks) == 2
-    assert [c.reload_s for c in story.candidates] == [0.7]
+    assert [(c.reload_s, c.gain_milli, c.stage) for c in story.candidates] == [(0.7, 95, "screen")]
     assert story.revisions == [BASELINE]
 
     ended = Condition("Succeeded", ConditionStatus.TRUE, "SearchSucceeded", "1 accepted", 1)
     top = (CandidateSummary(FOR_A, "fast", "ACCEPTED", 90, "h"),)
     objects.run(
         "r1", RunStatus(candidates=CandidateCounts(2, 1, 1), top=top, conditions=(ended,)),
-        ACCEPTED, {**ACCEPTED, "digest": FOR_B, "outcome": "WRONG", "reloadS": None},
+        START, ACCEPTED, _verdict(FOR_B, Outcome.WRONG, 0.0, 0.0),
     )  # fmt: skip
     objects.deployment(conditions=(READY,), stable=Revision(FOR_A, "aaaa", FOR_A, Source.RUN, "r1"))
     await watcher.look()

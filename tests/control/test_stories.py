@@ -10,6 +10,7 @@ from tkcc.api.run import RunOutcome, Trigger
 from tkcc.api.spec import Mode
 from tkcc.api.status import Phase, Source
 from tkcc.control.actions import EnsureCanary, EnsureRun, EnsureStable, EnsureWeight
+from tkcc.control.reconcile import reconcile
 from tkcc.control.simulation import Behaviour, Load, RunScript
 
 MINUTE = timedelta(minutes=1)
@@ -362,6 +363,29 @@ def test_a_canary_pod_that_is_lost_is_made_again_and_measured_anew(story, names)
     assert s.status.rollout.measured_since is None and s.status.phase is Phase.CANARY
     assert s.world.stable.replicas == 4, "stable fills the gap"
     s.run(20, lambda s: s.status.stable.artifact == fast)
+
+
+@pytest.mark.parametrize("flicker", [{"is_ready": False}, {"artifact_digest": ""}, {"requests_started": None}], ids=str)
+def test_a_canary_pod_that_flickers_moves_no_pod(story, names, flicker):
+    s = story(scripts=[script(names[0])])
+    s.establish()
+    s.drift()
+    s.run(40, lambda s: s.status.rollout and s.status.rollout.measured_since)
+    seen = s.world.observe()
+    pods = tuple(replace(pod, **flicker) for pod in seen.canary.pods)
+    actions, status = reconcile(s.spec, s.status, replace(seen, canary=replace(seen.canary, pods=pods)))
+    assert EnsureWeight(25, tuple(pod.name for pod in pods)) in actions
+    assert EnsureStable(BASELINE, 3) in actions and EnsureCanary(names[0], 1) in actions
+    assert status.phase is Phase.CANARY
+
+
+def test_a_run_under_way_is_asked_for_each_turn(story):
+    """Its traffic may be missing, if the operator died between making the one and the other."""
+    s = story()
+    s.establish()
+    s.drift()
+    (run,) = s.runs.values()
+    assert EnsureRun(run.name, run.spec) in s.tick() and EnsureRun(run.name, run.spec) in s.tick()
 
 
 FAILED = [RunOutcome.BUDGET_EXHAUSTED, RunOutcome.CORRECTNESS_FAILED, RunOutcome.TIER_POD_FAILED, RunOutcome.FAILED]

@@ -144,12 +144,17 @@ def test_probes(case, probes, is_wrong):
 @pytest.mark.parametrize(
     "case, probes, want",
     [
-        ("answered since", [probe()], True),
+        ("answered since", [probe(), probe(prompt="p2")], True),
         ("never asked", [], False),
-        ("asked before", [probe(at=0)], False),
+        ("asked before", [probe(at=-1), probe(at=-1, prompt="p2")], False),
         ("one of two not answered again yet", [probe(), probe(at=-9, prompt="p2")], False),
-        ("no answer", [probe(error="connection refused")], False),
+        ("one of two not answered yet", [probe()], False),
+        ("no answer", [probe(), probe(prompt="p2", error="connection refused")], False),
     ],
 )
 def test_a_pod_is_probed_when_every_prompt_was_answered_since(case, probes, want):
-    assert is_probed(probes, "c", START) is want, case
+    assert is_probed(probes, ("p1", "p2"), "c", START) is want, case
+
+
+def test_without_prompts_nothing_is_probed():
+    assert not is_probed([probe()], (), "c", START)

@@ -43,7 +43,7 @@ class EnsureWeight:
 
 @dataclass(frozen=True)
 class EnsureProbed:
-    """Each of these pods has answered the fixed prompts after `after`."""
+    """Each of these pods has answered every fixed prompt (Observed.probe_ids) since `after`."""
 
     pods: tuple[str, ...]
     after: datetime
@@ -51,7 +51,8 @@ class EnsureProbed:
 
 @dataclass(frozen=True)
 class EnsureRun:
-    """The RecompilationRun exists, with its recorded traffic taken from spec.window_start to window_end."""
+    """The RecompilationRun exists, and the traffic recorded from spec.window_start to window_end is kept for it. Asked
+    for each turn that the run is under way."""
 
     name: str
     spec: RunSpec

@@ -19,8 +19,8 @@ _MIN_SHARED = 8  # requests, over all pods, below which a share says nothing
 
 @dataclass(frozen=True)
 class Cohorts:
-    """Names of pods. `loaded`: ready and running the candidate by their own word; `warm`: loaded and probed, or in
-    service already; `canary`, `stable`: in service. `cohort`: as many of `stable` as the canary has pods."""
+    """Names of pods. `loaded`: ready and running the candidate by their own word; `warm`: loaded and probed, or let in
+    already; `canary`, `stable`: ready and in service. `cohort`: as many of `stable` as the canary has pods."""
 
     loaded: tuple[str, ...]
     warm: tuple[str, ...]
@@ -80,21 +80,22 @@ class Cohorts:
 
 
 def cohorts(seen: Observed, artifact: str, since: datetime) -> Cohorts:
-    """`since`: probes before it do not count."""
-    candidates = [p for p in live_pods(seen.canary) if p.template_artifact == artifact and p.is_ready]
-    loaded = [p for p in candidates if serves(p, artifact)]
-    serving = [p.name for p in loaded if p.in_service]
+    """`since`: probes before it do not count. A pod that was let in stays in while it flickers or does not answer for a
+    moment: taking it out and back would move other pods about."""
+    candidates = [p for p in live_pods(seen.canary) if p.template_artifact == artifact]
+    loaded = [p for p in candidates if p.is_ready and serves(p, artifact)]
+    let_in = [p for p in candidates if p.in_service and (serves(p, artifact) or not p.artifact_digest)]
     fresh = [
         p.name
         for p in loaded
         if not p.in_service
-        and is_probed(seen.probes, p.name, since)
+        and is_probed(seen.probes, seen.probe_ids, p.name, since)
         and judge_probes(seen.probes, (p.name,), since) is None
     ]
     return Cohorts(
         loaded=tuple(sorted(p.name for p in loaded)),
-        warm=(*sorted(serving), *sorted(fresh)),
-        canary=tuple(sorted(serving)),
+        warm=(*sorted(p.name for p in let_in), *sorted(fresh)),
+        canary=tuple(sorted(p.name for p in let_in if p.is_ready)),
         stable=tuple(sorted(p.name for p in in_service(seen.stable))),
         pods=(*live_pods(seen.canary), *live_pods(seen.stable)),
     )

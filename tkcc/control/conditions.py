@@ -114,7 +114,7 @@ def _metrics(turn: Turn) -> Told:
         return UNKNOWN, "MetricsMissing", "no metrics were read yet"
     if not is_fresh(turn.traffic, spec, turn.now):
         last = clock(turn.traffic.last_at)
-        return FALSE, "MetricsStale", f"the last metrics are of {last}, more than 3 ticks ago; drift waits"
+        return FALSE, "MetricsStale", f"the last metrics are of {last}, too long ago; drift waits"
     if errors:
         return TRUE, "MetricsFound", f"metrics of some pods cannot be read: {errors}"
     return TRUE, "MetricsFound", "the metrics of every ready pod can be read"

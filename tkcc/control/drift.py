@@ -18,6 +18,7 @@ from tkcc.control.windows import Increase, Window, increases, window
 
 CLEAR_BELOW = 0.7  # a drift is over below this distance, not already at 1: no flapping at the edge
 _HIT_EDGE = 0.01  # ratios are compared within [1 %, 99 %]: beyond, a logit magnifies what costs nothing
+_FRESH_AT_LEAST = timedelta(minutes=1)  # a busy machine may miss some very short ticks
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
@@ -61,8 +62,8 @@ def tick_of(now: datetime, spec: DriftSpec) -> datetime:
 
 
 def is_fresh(traffic: Traffic, spec: DriftSpec, now: datetime) -> bool:
-    """Has any pod been read in the last three ticks?"""
-    return traffic.last_at is not None and now - traffic.last_at <= 3 * spec.tick
+    """Has any pod been read in the last three ticks, or minute?"""
+    return traffic.last_at is not None and now - traffic.last_at <= max(3 * spec.tick, _FRESH_AT_LEAST)
 
 
 def read(traffic: Traffic, spec: DriftSpec, at: datetime) -> Reading:

@@ -111,6 +111,7 @@ class Observed:
     samples: tuple[MetricSample, ...] = ()  # oldest first; at least windows.long + ticks x tick back, one a pod a tick
     requests: tuple[RequestSample, ...] = ()  # finished ones; at least since the step began
     probes: tuple[ProbeSeen, ...] = ()  # the latest of each pod and prompt
+    probe_ids: tuple[str, ...] = ()  # the prompts that a pod is asked
     missing: tuple[MissingReference, ...] = ()
     scrape_errors: tuple[str, ...] = ()  # of the last round, one a pod that could not be read
     operator_error: str = ""  # why the turn before this one failed

@@ -328,7 +328,7 @@ def _measure(turn: Turn, rollout: RolloutStatus, seen: Cohorts) -> RolloutStatus
     since = rollout.measured_since
     ours, cohort, stable = seen.requests_since(turn.seen.requests, since)
     share, started = seen.share(rollout.canary_requests_before, rollout.stable_requests_before)
-    probed = all(is_probed(turn.seen.probes, pod, since) for pod in seen.canary)
+    probed = all(is_probed(turn.seen.probes, turn.seen.probe_ids, pod, since) for pod in seen.canary)
     probes = MetricAnalysis(
         metric="Probes",
         verdict=Verdict.PASS if probed else Verdict.INCONCLUSIVE,

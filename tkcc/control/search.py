@@ -206,7 +206,7 @@ def follow(turn: Turn, status: Status) -> tuple[Status, tuple[Action, ...]]:
         outcome, message = stop
         status, actions = _failed(turn, status, run, outcome, message)
         return status, (EnsureRunEnded(name, outcome.value, message), *actions)
-    return status, ()
+    return status, (EnsureRun(name, run.spec),)
 
 
 def _reason_to_stop(turn: Turn, status: Status, run: RunSeen) -> tuple[RunOutcome, str] | None:

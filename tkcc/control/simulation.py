@@ -37,6 +37,8 @@ BASELINE_DIGEST = sha256_hex("the built-in forward pass")
 MODEL_DIGEST = sha256_hex("the model")
 ENGINE_VERSION = "simulated"
 
+PROBE_IDS = ("p1", "p2")
+
 _TPOT_S = 0.02
 _PREFILL_S_PER_TOKEN = 0.0005
 _MAX_REMEMBERED = 4000  # finished requests, as pods keep a bounded ring
@@ -295,6 +297,7 @@ class World:
             samples=tuple(self.samples),
             requests=tuple(self.requests),
             probes=tuple(self.probes.values()),
+            probe_ids=PROBE_IDS,
             missing=self.missing,
             scrape_errors=errors,
         )
@@ -384,9 +387,9 @@ class World:
         for pod in self.canary.pods if self.canary else ():
             if pod.name not in names or not pod.is_ready:
                 continue
-            for prompt_id in ("p1", "p2"):
+            for prompt_id in PROBE_IDS:
                 last = self.probes.get((pod.name, prompt_id))
-                if last is None or last.at <= after:
+                if last is None or last.at < after:
                     wrong = self.behaviours.get(pod.artifact, Behaviour()).is_wrong
                     gap = 3.0 if wrong else None
                     probe = ProbeSeen(pod.name, self.now, prompt_id, not wrong, 4 if wrong else None, gap)

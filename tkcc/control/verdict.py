@@ -37,7 +37,7 @@ def judge_probes(probes: Iterable[ProbeSeen], pods: Sequence[str], after: dateti
     """The first of these pods whose answers since `after` are wrong: tokens that differ from a stable pod's, at a place
     where the two tokens were no near tie."""
     for pod in pods:
-        answered = [p for p in probes if p.pod == pod and p.at > after and not p.error]
+        answered = [p for p in probes if p.pod == pod and p.at >= after and not p.error]
         ties = []
         for probe in answered:
             if probe.tokens_match:
@@ -60,10 +60,10 @@ def judge_probes(probes: Iterable[ProbeSeen], pods: Sequence[str], after: dateti
     return None
 
 
-def is_probed(probes: Iterable[ProbeSeen], pod: str, after: datetime) -> bool:
-    """Has the pod answered every probe it was last sent since `after`?"""
-    mine = [p for p in probes if p.pod == pod]
-    return bool(mine) and all(p.at > after and not p.error for p in mine)
+def is_probed(probes: Iterable[ProbeSeen], probe_ids: Sequence[str], pod: str, after: datetime) -> bool:
+    """Has the pod answered each of these prompts since `after`? Never without a prompt."""
+    answered = {p.prompt_id for p in probes if p.pod == pod and p.at >= after and not p.error}
+    return bool(probe_ids) and answered >= set(probe_ids)
 
 
 def judge_requests(

@@ -16,6 +16,7 @@ from tkcc.kube.resources import CLAIM, CONFIG_MAP, DEPLOYMENT, POD, RECOMPILATIO
 from tkcc.shell import samples as ring
 from tkcc.shell import seen as see
 from tkcc.shell.memory import Memory
+from tkcc.shell.probe import PROMPTS
 from tkcc.shell.render.artifact import COMPONENT as ARTIFACT
 from tkcc.shell.render.names import (
     CANARY,
@@ -87,6 +88,7 @@ class Observer:
             samples=memory.samples,
             requests=memory.requests,
             probes=memory.prober.seen,
+            probe_ids=tuple(PROMPTS),
             missing=await self._missing(owner, spec),
             scrape_errors=memory.scrape_errors,
         )

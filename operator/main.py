@@ -19,7 +19,8 @@ from tkcc.shell.render.names import MANAGED_BY
 WATCH_SERVER_S = 60  # how often a watch is opened anew; three in a row must fail before the liveness probe does
 MANAGED = ",".join(f"{key}={value}" for key, value in MANAGED_BY.items())
 
-logging.getLogger("httpx").setLevel(logging.WARNING)  # one line a scrape
+for chatty in ("httpx", "kopf.objects"):  # a line for every scrape, and for every watch event
+    logging.getLogger(chatty).setLevel(logging.WARNING)
 prometheus_client.disable_created_metrics()
 try:
     process = shell.Process(tkcc_settings.load())
@@ -63,11 +64,19 @@ async def login(**kwargs: Any) -> kopf.AiohttpSession:
         trace_configs=[process.watches.trace()],
     )
     return kopf.AiohttpSession(
-        server=found.server,
+        server=_server() or found.server,
         default_namespace=found.default_namespace,
         expiration=found.expiration,
         aiohttp_session=session,
     )
+
+
+def _server() -> str:
+    """The API server by address: kopf names it, and a cluster may have no DNS. Empty outside a pod."""
+    host, port = os.environ.get("KUBERNETES_SERVICE_HOST", ""), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
+    if not host or os.environ.get("KUBECONFIG"):
+        return ""
+    return f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
 
 
 @kopf.on.event("tkcc.dev", "v1alpha1", "inferencedeployments")

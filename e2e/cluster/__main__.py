@@ -38,7 +38,7 @@ def _parser() -> argparse.ArgumentParser:
         added.add_argument("--name", default=DEFAULT_NAME, help=f"which cluster (default {DEFAULT_NAME})")
         return added
 
-    build = add("build", _build, "install Debian packages, build Kubernetes and the base images; cached")
+    build = add("build", _build, "install Debian packages, build Kubernetes and the images; cached")
     build.add_argument("--programs-only", action="store_true", help="what a control plane needs: no root, no images")
     add("up", _up, "start a cluster, ending first what runs under its name; prints its kubeconfig")
     add("down", _down, "stop a cluster and remove all of it")
@@ -62,7 +62,7 @@ def _build(args: argparse.Namespace) -> None:
     debian.install()
     toolchain.build()
     images.build_pause()
-    images.base()
+    images.build_all()
 
 
 def _up(args: argparse.Namespace) -> None:

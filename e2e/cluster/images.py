@@ -18,7 +18,12 @@ HERE = Path(__file__).parent
 SUITE = "bookworm"  # its Python is 3.11, so a virtual environment's 3.11 packages can be mounted
 BASE_PACKAGES = ("python3", "python3-venv", "ca-certificates")
 UNREAD = ("/usr/share/doc/*", "/usr/share/man/*", "/usr/share/locale/*", "/usr/share/info/*")
-SOURCES = ("pyproject.toml", "images", "tkcc", "operator")
+# What each image takes from the repository, beside its Dockerfile.
+SOURCES = {
+    "operator": ("requirements/operator.txt", "operator", "tkcc"),
+    "worker": ("requirements/operator.txt", "requirements/agents.txt", "tkcc"),
+    "engine": ("requirements/engine.txt", "tkcc"),
+}
 KEEP_IMAGES = 2  # of each name: the one in use and the one before
 
 
@@ -37,19 +42,28 @@ def build_all(*, torch: str = "mounted") -> dict[str, str]:
 
     `torch` is the engine's build argument TORCH: `mounted` or `pip`.
     """
+    arguments = {"operator": {}, "worker": {}, "engine": {"TORCH": torch}}
     with tempfile.TemporaryDirectory(prefix="tkcc-context-") as staging:
-        context = Path(staging)
-        sources = cache.digest_files(context, _stage(context))
-        builds = {}
-        for name, arguments in {"operator": {}, "worker": {}, "engine": {"TORCH": torch}}.items():
-            dockerfile = context / "images" / f"{name}.Dockerfile"
-            given = [f"{key}={value}" for key, value in sorted(arguments.items())]
-            tag = cache.digest(name, sources, _base_key(), *given)
-            builds[name] = Build(f"localhost/tkcc-{name}:{tag}", dockerfile, context, arguments)
+        builds = {name: _plan(name, Path(staging) / name, given) for name, given in arguments.items()}
         if any(build.reference not in store.images() for build in builds.values()):
             of_base = {"BASE": base()}
             _add([replace(build, arguments={**of_base, **build.arguments}) for build in builds.values()])
     return {name: build.reference for name, build in builds.items()}
+
+
+def _plan(name: str, context: Path, arguments: Mapping[str, str]) -> Build:
+    """Stage what an image takes: what is hashed is then what is built, whatever is edited meanwhile."""
+    ignore = shutil.ignore_patterns("__pycache__", "*.pyc", "*.egg-info", "*.so", "build")
+    for source in (f"images/{name}.Dockerfile", *SOURCES[name]):
+        (context / source).parent.mkdir(parents=True, exist_ok=True)
+        if (REPOSITORY / source).is_dir():
+            shutil.copytree(REPOSITORY / source, context / source, ignore=ignore)
+        else:
+            shutil.copy2(REPOSITORY / source, context / source)
+    files = cache.digest_files(context, [path for path in context.rglob("*") if path.is_file()])
+    tag = cache.digest(name, files, _base_key(), *(f"{key}={value}" for key, value in sorted(arguments.items())))
+    dockerfile = context / "images" / f"{name}.Dockerfile"
+    return Build(f"localhost/tkcc-{name}:{tag}", dockerfile, context, arguments)
 
 
 def build_pause() -> None:
@@ -70,18 +84,6 @@ def _add(builds: Iterable[Build]) -> None:
         if wanted:
             store.add(layout, [build.reference for build in wanted], keep=KEEP_IMAGES)
             _forget_old()
-
-
-def _stage(context: Path) -> list[Path]:
-    """Copy what an image may take to `context`: what is hashed is then what is built, whatever is edited meanwhile."""
-    ignore = shutil.ignore_patterns("__pycache__", "*.pyc", "*.egg-info", "*.so", "build")
-    for name in SOURCES:
-        source = REPOSITORY / name
-        if source.is_dir():
-            shutil.copytree(source, context / name, ignore=ignore)
-        elif source.exists():
-            shutil.copy2(source, context / name)
-    return [path for path in context.rglob("*") if path.is_file()]
 
 
 def _base_key() -> str:

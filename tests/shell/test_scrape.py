@@ -49,7 +49,7 @@ async def test_a_round_reads_identity_counters_and_finished_requests(pod, scrape
     sample = reading.sample
     assert (sample.prompt_requests, sample.prompt_tokens, sample.hit_tokens, sample.query_tokens) == (3, 300, 180, 300)
     assert (sample.output_requests, sample.output_tokens, sample.running) == (3, 21, 2)
-    assert sample.at == NOW
+    assert sample.at == NOW and reading.requests_started == 3
     assert sample.series == f"llama-stable-1/{int(served.started_at.timestamp())}"
     assert [request.cached_tokens for request in reading.requests] == [60, 60, 60]
     assert {request.artifact for request in reading.requests} == {BASELINE}

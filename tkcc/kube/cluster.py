@@ -28,6 +28,7 @@ WORKER = "tkcc/worker"
 
 _SERVICE_ACCOUNT_TOKEN = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
 _METADATA_LIST = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
+_PAGE = 250  # objects an answer
 _PERMANENT = (400, 405, 413, 415, 422)
 
 
@@ -78,9 +79,9 @@ class Cluster:
             params["header_params"] = {"Accept": _METADATA_LIST}
         items: list[JsonObject] = []
         while True:
-            page = await self._request("get", self._path(kind, namespace), limit=250, **params)
+            page = await self._request("get", self._path(kind, namespace), limit=_PAGE, **params)
             # Items of a list carry neither kind nor apiVersion; whoever gets one alone should not have to guess.
-            items += [{**item, "apiVersion": kind.api_version, "kind": kind.kind} for item in page["items"]]
+            items += [{**item, "apiVersion": kind.api_version, "kind": kind.kind} for item in page["items"] or ()]
             token = page["metadata"].get("continue")
             if not token:
                 return items
@@ -202,15 +203,18 @@ class Cluster:
 
 
 @asynccontextmanager
-async def connect(*, timeout_s: float = 10.0, backoff: Backoff = DEFAULT_BACKOFF) -> AsyncIterator[Cluster]:
-    """A Cluster by $KUBECONFIG if it is set, else by the pod's service account, else by ~/.kube/config. Raises
-    ClusterError where none of them works."""
+async def connect(
+    kubeconfig: Path | None = None, *, timeout_s: float = 10.0, backoff: Backoff = DEFAULT_BACKOFF
+) -> AsyncIterator[Cluster]:
+    """A Cluster by `kubeconfig` or $KUBECONFIG if one is set, else by the pod's service account, else by
+    ~/.kube/config. Raises ClusterError where none of them works."""
     configuration = Configuration()
+    file = kubeconfig or os.environ.get("KUBECONFIG") or None
     try:
-        if not os.environ.get("KUBECONFIG") and _SERVICE_ACCOUNT_TOKEN.exists():
+        if not file and _SERVICE_ACCOUNT_TOKEN.exists():
             config.load_incluster_config(client_configuration=configuration)  # reads the token anew every minute
         else:
-            await config.load_kube_config(client_configuration=configuration)
+            await config.load_kube_config(config_file=file and str(file), client_configuration=configuration)
     except config.ConfigException as err:
         raise ClusterError(
             f"no usable cluster credentials: {err}; set KUBECONFIG, or run in a pod with a service account"

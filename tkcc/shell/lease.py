@@ -34,8 +34,9 @@ class LeaseGate:
         """Nobody else may act before this turns False: we stop a fifth of the lease before it ends for others."""
         return asyncio.get_running_loop().time() < self._held_until
 
-    async def keep(self, on_gain: Callable[[], None]) -> None:
-        """Acquire and renew until cancelled. A failed renewal is tried again; if it fails too long, `is_held` ends."""
+    async def keep(self, on_change: Callable[[bool], None]) -> None:
+        """Acquire and renew until cancelled; say when it was gained or lost. A failed renewal is tried again; if it
+        fails for too long, `is_held` ends by itself."""
         was_held = False
         while True:
             try:
@@ -45,10 +46,10 @@ class LeaseGate:
                 pass  # somebody else was faster: look again
             except (ClusterError, TimeoutError) as err:
                 log.warning("lease %s/%s not renewed: %s", self._namespace, self._name, err or "timed out")
-            if self.is_held and not was_held:
-                log.info("lease %s/%s is ours", self._namespace, self._name)
-                on_gain()
-            was_held = self.is_held
+            if self.is_held != was_held:
+                was_held = self.is_held
+                log.info("lease %s/%s is %s", self._namespace, self._name, "ours" if was_held else "lost")
+                on_change(was_held)
             await asyncio.sleep(self._duration_s / 5)
 
     async def release(self) -> None:

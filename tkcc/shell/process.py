@@ -4,15 +4,16 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 
 import httpx
 
-from tkcc.kube.cluster import connect
+from tkcc.kube.cluster import Cluster, connect
 from tkcc.kube.errors import ClusterError
 from tkcc.kube.resources import INFERENCE_DEPLOYMENT, RECOMPILATION_RUN, JsonObject
 from tkcc.shell.apply import Applier
-from tkcc.shell.drive import Driver, Key, Pace, TurnObserver, TurnResult
+from tkcc.shell.drive import Driver, Key, Pace, Turn, TurnObserver, TurnResult
 from tkcc.shell.lease import LeaseGate
 from tkcc.shell.metrics import Metrics
 from tkcc.shell.observe import Observer
@@ -29,7 +30,19 @@ from tkcc.shell.watches import Watches
 log = logging.getLogger(__name__)
 
 WATCHED = ("inferencedeployments", "recompilationruns", "deployments", "pods", "jobs")
+STANDBY_S = 60.0
 STOP_S = 20.0  # for turns that run; the pod's grace period is longer
+
+
+def hands(
+    cluster: Cluster, http: httpx.AsyncClient, settings: Settings, metrics: Metrics, wake: Callable[[Key], None]
+) -> tuple[DeploymentTurns, RunTurns]:
+    """The turns of both kinds, wired to one cluster. `wake` is called when a probe has been answered."""
+    scraper = Scraper(http, settings.scrape)
+    traffic, recorder = TrafficTaker(cluster, scraper), Recorder(cluster, settings.identity)
+    observer, applier = Observer(cluster, scraper), Applier(cluster, settings, traffic)
+    deployments = DeploymentTurns(cluster, settings, http, observer, applier, recorder, metrics, wake)
+    return deployments, RunTurns(cluster, settings, Runs(cluster, settings, traffic), recorder, metrics)
 
 
 class Process:
@@ -62,25 +75,12 @@ class Process:
             # Pods come and go: no proxies, no connection that outlives a pod for long.
             httpx.AsyncClient(trust_env=False, limits=httpx.Limits(max_connections=64, keepalive_expiry=10.0))
         )
-        scraper = Scraper(http, settings.scrape)
-        traffic = TrafficTaker(cluster, scraper)
-        recorder = Recorder(cluster, settings.identity)
-        deployments = DeploymentTurns(
-            cluster,
-            settings,
-            http,
-            Observer(cluster, scraper),
-            Applier(cluster, settings, traffic),
-            recorder,
-            self.metrics,
-            lambda key: self._deployments.wake(key) if self._deployments else None,
-        )
+        deployments, runs = hands(cluster, http, settings, self.metrics, self._wake_deployment)
         self._stack.push_async_callback(deployments.close)
-        runs = RunTurns(cluster, settings, Runs(cluster, settings, traffic), recorder, self.metrics)
-        self._deployments = Driver(deployments.turn, Pace(), self._observer(INFERENCE_DEPLOYMENT.kind))
-        self._runs = Driver(runs.turn, Pace(), self._observer(RECOMPILATION_RUN.kind))
+        self._deployments = Driver(self._gated(deployments.turn), Pace(), self._observer(INFERENCE_DEPLOYMENT.kind))
+        self._runs = Driver(self._gated(runs.turn), Pace(), self._observer(RECOMPILATION_RUN.kind))
         await self._server.start(settings.http_port)
-        self._lease_task = asyncio.create_task(self._lease.keep(self._wake_all), name="lease")
+        self._lease_task = asyncio.create_task(self._lease.keep(self._on_lease), name="lease")
         self._is_started = True
 
     async def stop(self) -> None:
@@ -120,13 +120,26 @@ class Process:
             found.append("the lease is not being kept")
         return found
 
+    def _wake_deployment(self, key: Key) -> None:
+        if self._deployments:
+            self._deployments.wake(key)
+
+    def _gated(self, turn: Turn) -> Turn:
+        """Without the lease nothing is looked at: whoever holds it does. Gaining it wakes all."""
+
+        async def gated(key: Key) -> float | None:
+            return await turn(key) if self._lease and self._lease.is_held else STANDBY_S
+
+        return gated
+
     def _observer(self, kind: str) -> TurnObserver:
         def observe(key: Key, result: TurnResult, took_s: float) -> None:
             self.metrics.turn(kind, result, took_s)
 
         return observe
 
-    def _wake_all(self) -> None:
+    def _on_lease(self, is_held: bool) -> None:
+        self.metrics.is_leader.set(is_held)
         for driver in (self._deployments, self._runs):
             if driver:
                 for key in driver.keys:

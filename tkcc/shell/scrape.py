@@ -29,6 +29,7 @@ class Reading:
     pod: str
     info: Info | None = None
     sample: MetricSample | None = None
+    requests_started: int | None = None
     requests: tuple[RequestSample, ...] = ()
     next_seq: int = 0
     error: str = ""
@@ -93,7 +94,14 @@ class Scraper:
         except (httpx.HTTPError, TimeoutError, ValueError) as err:
             return Reading(pod.pod, error=f"{pod.pod}: {type(err).__name__}: {str(err)[:200]}")
         requests = tuple(_request(pod.pod, info, request) for request in finished.requests)
-        return Reading(pod.pod, info, _sample(pod.pod, info, page, now), requests, finished.next)
+        return Reading(
+            pod=pod.pod,
+            info=info,
+            sample=_sample(pod.pod, info, page, now),
+            requests_started=_total(page, Signal.REQUESTS_STARTED),
+            requests=requests,
+            next_seq=finished.next,
+        )
 
     async def _get(self, pod: PodAddress, path: str) -> bytes:
         """The body; refuses one that is too long before it is in memory."""
@@ -108,20 +116,21 @@ class Scraper:
         return bytes(body)
 
 
-def _sample(pod: str, info: Info, page: CounterSample, now: datetime) -> MetricSample:
-    def total(signal: Signal) -> int:
-        return round(sum(page.counters.get(signal, {}).values()))
+def _total(page: CounterSample, signal: Signal) -> int:
+    return round(sum(page.counters.get(signal, {}).values()))
 
+
+def _sample(pod: str, info: Info, page: CounterSample, now: datetime) -> MetricSample:
     return MetricSample(
         series=series_of(pod, info),
         started_at=info.started_at,
         at=now,
-        prompt_requests=total(Signal.PROMPT_REQUESTS),
-        prompt_tokens=total(Signal.PROMPT_TOKENS),
-        output_requests=total(Signal.REQUESTS_FINISHED),
-        output_tokens=total(Signal.GENERATION_TOKENS),
-        hit_tokens=total(Signal.HIT_TOKENS),
-        query_tokens=total(Signal.QUERY_TOKENS),
+        prompt_requests=_total(page, Signal.PROMPT_REQUESTS),
+        prompt_tokens=_total(page, Signal.PROMPT_TOKENS),
+        output_requests=_total(page, Signal.REQUESTS_FINISHED),
+        output_tokens=_total(page, Signal.GENERATION_TOKENS),
+        hit_tokens=_total(page, Signal.HIT_TOKENS),
+        query_tokens=_total(page, Signal.QUERY_TOKENS),
         running=round(page.gauges.get(Gauge.REQUESTS_RUNNING, 0)),
     )
 

@@ -64,6 +64,7 @@ def pod(obj: JsonObject, reading: Reading | None) -> PodSeen:
         baseline_digest=info.baseline_digest if info else "",
         model_digest=info.model_digest if info else "",
         engine_version=info.engine_version if info else "",
+        requests_started=reading.requests_started if reading else None,
         restarts=_restarts(status),
         waiting_reason=_waiting(status),
         unschedulable=_unschedulable(status),

@@ -4,6 +4,7 @@ A crash or a conflict anywhere means: run again from the old status, and nothing
 refuses is shown in the status, in the API server's words, since only the user can mend it.
 """
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -26,7 +27,7 @@ from tkcc.control.actions import EmitEvent
 from tkcc.control.reconcile import look_again_in, reconcile
 from tkcc.control.run import has_ended, reconcile_run
 from tkcc.kube.cluster import STATUS, Cluster
-from tkcc.kube.errors import Forbidden, Invalid
+from tkcc.kube.errors import ClusterError, Conflict, NotLeader
 from tkcc.kube.resources import CONFIG_MAP, INFERENCE_DEPLOYMENT, RECOMPILATION_RUN, JsonObject
 from tkcc.shell.apply import Applier
 from tkcc.shell.configmaps import Parsed
@@ -93,11 +94,14 @@ class DeploymentTurns:
             for action in actions:
                 if not isinstance(action, EmitEvent):
                     await self._applier.apply(action, world, memory)
-        except (Invalid, Forbidden) as err:
+        except (Conflict, NotLeader):
+            raise
+        except ClusterError as err:
             _, told = reconcile(spec, status, replace(world.seen, operator_error=str(err)[:1024]))
             degraded = find_condition(told.conditions, ConditionType.DEGRADED)
             assert degraded is not None, "the core sets every known condition"
-            await self._show(obj, status, degraded)
+            with contextlib.suppress(ClusterError):  # what failed first matters more
+                await self._show(obj, status, degraded)
             raise
         if new != status:
             await self._cluster.apply_status(_status_object(obj, new), STATUS)

@@ -1,0 +1,77 @@
+"""A real API server for every test that asks for `plane`: etcd, kube-apiserver and controller manager, started once,
+with the chart's CRDs and rights installed. No kubelet: tests.fakes.kubelet stands in for it."""
+
+import itertools
+import json
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+SYSTEM = "tkcc-system"
+_numbers = itertools.count(1)
+
+
+@pytest.fixture(scope="session")
+def plane() -> Iterator[Any]:
+    from e2e.cluster import toolchain
+    from e2e.cluster.controlplane import ControlPlane
+
+    if not (toolchain.bin_dir() / "kube-apiserver").exists():
+        pytest.skip("Kubernetes is not built: run `python -m e2e.cluster build --programs-only` (20 minutes, once)")
+    with ControlPlane("shell-tests", controller_manager=True) as running:
+        running.kubectl("create", "namespace", SYSTEM)
+        running.kubectl("apply", "-f", "-", stdin=_installed(toolchain.program("helm")))
+        running.kubectl("wait", "--for=condition=Established", "crd", "--all")
+        yield running
+
+
+def _installed(helm: Path) -> str:
+    """The chart without the operator's own Deployment, of which no pod could run here."""
+    templates = [f"--show-only=templates/{name}.yaml" for name in ("crds", "rbac")]
+    argv = [str(helm), "template", "tkcc", str(REPOSITORY / "charts" / "tkcc"), f"--namespace={SYSTEM}", *templates]
+    return subprocess.run(argv, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.fixture
+def namespace(plane: Any) -> str:
+    """A namespace of the test's own, with a claim `weights` that its models are on."""
+    name = f"test-{next(_numbers)}"
+    plane.kubectl("create", "namespace", name)
+    claim = {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": {"name": "weights", "namespace": name},
+        "spec": {"accessModes": ["ReadOnlyMany"], "resources": {"requests": {"storage": "1Gi"}}},
+    }
+    plane.kubectl("apply", "-f", "-", stdin=json.dumps(claim))
+    plane.wait_default_account(name)
+    return name
+
+
+@pytest.fixture
+async def admin(plane: Any) -> AsyncIterator[Any]:
+    """The API as an administrator."""
+    from tkcc.kube.cluster import connect
+
+    async with connect(plane.kubeconfig) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def operator_kubeconfig(plane: Any) -> Path:
+    """Credentials with just the rights that the chart gives the operator."""
+    kubeconfig: Path = plane.service_account_kubeconfig(SYSTEM, "tkcc")
+    return kubeconfig
+
+
+@pytest.fixture
+async def cluster(operator_kubeconfig: Path) -> AsyncIterator[Any]:
+    """The API as the operator."""
+    from tkcc.kube.cluster import connect
+
+    async with connect(operator_kubeconfig) as found:
+        yield found

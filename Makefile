@@ -50,6 +50,7 @@ check: setup ## lint, format, types, imports between layers, generated files; no
 	.venv/bin/mypy
 	.venv/bin/lint-imports
 	$(PY) -m tkcc.api.crd --out crds --check
+	$(PY) -m tkcc.api.crd --out charts/tkcc/files/crds --check
 
 .PHONY: test
 test: setup ## the tests, but those on a whole cluster
@@ -74,6 +75,7 @@ demo-clean: setup ## remove all that the demo left: cluster, namespaces, mounts,
 .PHONY: crds
 crds: setup ## write crds/ anew from tkcc.api
 	$(PY) -m tkcc.api.crd --out crds
+	$(PY) -m tkcc.api.crd --out charts/tkcc/files/crds
 
 .PHONY: bench-engine
 bench-engine: setup ## serving speed against transformers, interleaved

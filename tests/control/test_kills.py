@@ -82,7 +82,7 @@ def test_the_calm_stories_end_as_they_should(story, names, kind):
     assert EXPECTED[kind] in str(calm(story, names, kind))
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(kind=st.sampled_from(KINDS), when=kills)
 def test_killed_between_any_two_actions_the_story_ends_the_same(story, names, kind, when):
     s = make(story, names, kind)
@@ -91,7 +91,7 @@ def test_killed_between_any_two_actions_the_story_ends_the_same(story, names, ki
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("prefix", [0, 1, 2, 4])
+@pytest.mark.parametrize("prefix", [0, 2, 4])
 def test_killed_at_every_third_turn(story, names, kind, prefix):
     """Systematically: two of three turns get through, every third dies after so many actions."""
     s = make(story, names, kind)

@@ -37,7 +37,10 @@ def conditions_of(turn: Turn, status: Status) -> tuple[Condition, ...]:
         ConditionType.DEGRADED: _degraded(turn, status),
     }
     conditions = status.conditions
+    known = {(c.type, c.status, c.reason, c.message, c.observed_generation) for c in conditions}
     for type_, (state, reason, message) in told.items():
+        if (type_.value, state, reason, message[:4096], turn.seen.meta.generation) in known:
+            continue  # most turns change nothing, and making a border type is what costs here
         new = Condition(type_.value, state, reason, message[:4096], turn.seen.meta.generation)
         conditions = set_condition(conditions, new, turn.now)
     return conditions

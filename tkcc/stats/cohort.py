@@ -97,9 +97,9 @@ def _shift_interval(xs: Sequence[float], ys: Sequence[float], confidence: float)
 
 
 def _kth_difference(xs: Sequence[float], ys: Sequence[float], k: int) -> float:
-    """The k-th smallest of all x - y, from 0, to within 1e-7: by bisection, since there are n * m of them."""
+    """The k-th smallest of all x - y, from 0, to within 1e-5: by bisection, since there are n * m of them."""
     low, high = xs[0] - ys[-1], xs[-1] - ys[0]
-    while high - low > 1e-7:
+    while high - low > 1e-5:
         mid = (low + high) / 2.0
         if len(xs) * len(ys) - sum(bisect_left(ys, x - mid) for x in xs) > k:  # pairs with x - y <= mid
             high = mid

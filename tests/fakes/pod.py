@@ -61,7 +61,7 @@ class FakePod:
             at_ms = int(time.time() * 1000)
             self.requests.append(
                 {
-                    "seq": len(self.requests) + 1,
+                    "seq": len(self.requests),
                     "startedAtMs": at_ms,
                     "promptTokens": prompt,
                     "cachedTokens": cached,
@@ -127,7 +127,7 @@ class FakePod:
 
     async def _requests(self, request: web.Request) -> web.Response:
         since = int(request.query.get("since", "0"))
-        found = [item for item in self.requests if item["seq"] > since]
+        found = [item for item in self.requests if item["seq"] >= since]
         return web.json_response({"next": len(self.requests), "dropped": 0, "requests": found})
 
     async def _recording(self, request: web.Request) -> web.Response:
@@ -150,4 +150,6 @@ class FakePod:
         words = self.words[: body["max_tokens"]]
         tops = [{word: -0.1, "?": -0.1 - self.preference_nats} for word in words]
         logprobs = {"tokens": list(words), "token_logprobs": [-0.1] * len(words), "top_logprobs": tops}
-        return web.json_response({"choices": [{"index": 0, "text": "".join(words), "logprobs": logprobs}]})
+        return web.json_response(
+            {"choices": [{"index": 0, "text": "".join(words), "logprobs": logprobs, "finish_reason": "length"}]}
+        )

@@ -46,6 +46,13 @@ def test_a_completion_without_logprobs_is_an_error_not_a_match(body):
         parse_answer(body)
 
 
+def test_an_answer_that_ends_at_once_is_an_answer():
+    choice = {"text": "", "logprobs": None, "finish_reason": "stop"}
+    assert parse_answer({"choices": [choice]}) == Answer((), (), ())
+    with pytest.raises(ValueError, match="without usable logprobs"):
+        parse_answer({"choices": [{**choice, "text": "words"}]})
+
+
 @pytest.fixture
 async def pods() -> AsyncIterator[tuple[FakePod, FakePod]]:
     stable = await FakePod(f"127.0.2.{next(_octets)}").start()

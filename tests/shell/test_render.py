@@ -175,7 +175,7 @@ def test_what_spec_leaves_open_is_left_out():
     pod = serving.deployment(OWNER, spec(), SETTINGS, STABLE, BASELINE, 1)["spec"]["template"]["spec"]
     for name in ("nodeSelector", "tolerations", "runtimeClassName", "priorityClassName"):
         assert name not in pod
-    assert "--threads" not in args(pod) and "--record" not in args(pod)
+    assert "--threads" not in args(pod) and "--record" not in args(pod) and "--device" not in args(pod)
     assert "TKCC_CPUS" not in {item["name"] for item in pod["containers"][0]["env"]}
 
 
@@ -187,6 +187,7 @@ def test_gpu_fields_reach_serving_pods_and_each_tier():
         assert pod["nodeSelector"] == GPU["nodeSelector"]
         assert pod["tolerations"] == GPU["tolerations"]
         assert (pod["runtimeClassName"], pod["priorityClassName"]) == ("nvidia", "batch")
+    assert "--device cuda" in args(pods([serving.deployment(OWNER, spec(pod=GPU), SETTINGS, STABLE, BASELINE, 1)])[0])
     assert "--layers 3 --tier fast" in args(pods(tiers)[0]) and "--layers all --tier slow" in args(pods(tiers)[1])
     assert "--threads 2" in args(pods(tiers)[0])
     assert {"name": "TKCC_CPUS", "value": "1-3"} in pods(tiers)[0]["containers"][0]["env"]

@@ -62,13 +62,16 @@ def compare(pod: str, prompt_id: str, at: datetime, stable: Answer, canary: Answ
 def parse_answer(body: Any) -> Answer:
     """Of an OpenAI completion with logprobs. Raises ValueError that says what is missing."""
     try:
-        logprobs = body["choices"][0]["logprobs"]
+        choice = body["choices"][0]
+        if choice["logprobs"] is None and choice["text"] == "" and choice["finish_reason"] == "stop":
+            return Answer((), (), ())  # it ended at once, and said so
+        logprobs = choice["logprobs"]
         tokens = tuple(str(token) for token in logprobs["tokens"])
         values = tuple(float(value) for value in logprobs["token_logprobs"])
         top = tuple({str(k): float(v) for k, v in (place or {}).items()} for place in logprobs["top_logprobs"])
     except (KeyError, IndexError, TypeError, AttributeError) as err:
         raise ValueError(f"a completion without usable logprobs: {type(err).__name__}: {err}") from err
-    if not tokens or len(tokens) != len(values):
+    if not tokens or not len(tokens) == len(values) == len(top):
         raise ValueError(f"a completion with {len(tokens)} tokens and {len(values)} logprobs")
     return Answer(tokens, values, top)
 

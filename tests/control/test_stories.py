@@ -43,7 +43,7 @@ def test_promotes(story, names):
     )
     assert s.status.stable.speedup == "1.25x"
     assert [p.artifact for p in s.status.drift.plans] == [BASELINE, fast]
-    assert s.failed == s.sent - len(s.requests) - len(s.world._under_way)  # only before the first pod was ready
+    assert s.sent > 500 and s.failed == 0
     wanted = ["BaselineEstablished", "TrafficDriftDetected", "RecompilationStarted", "CandidateSelected"]
     wanted += ["CanaryStarted", "TrafficWeightUpdated", "TrafficWeightUpdated", "CandidatePromoted"]
     assert s.reasons() == wanted

@@ -313,7 +313,7 @@ def _measured(turn: Turn, status: Status, seen: Cohorts, steps: tuple[Step, ...]
         failed = next(metric for metric in rollout.analysis if metric.verdict is Verdict.FAIL)
         failures = rollout.failures + 1
         if failures > limits.failure_limit:
-            return abort(turn, status, Failure(_REASONS[failed.metric], failed.message))
+            return abort(turn, status, Failure(_REASONS[failed.metric], f"{failed.metric}: {failed.message}"))
         return replace(status, rollout=replace(rollout, failures=failures)), ()
     if verdict is Verdict.INCONCLUSIVE or rollout.awaiting_approval:
         return _in_time(turn, status, _undecided(rollout.analysis))

@@ -209,8 +209,10 @@ class World:
             deployment.pods.remove(pod)
 
     def _send(self, dt: timedelta) -> None:
-        self._owed += self.load.requests_per_minute * dt.total_seconds() / 60.0
         pods = [p for d in (self.stable, self.canary) if d for p in d.pods if p.is_ready and p.in_service]
+        if not pods and not self.sent:
+            return  # clients come once something serves
+        self._owed += self.load.requests_per_minute * dt.total_seconds() / 60.0
         while self._owed >= 1.0:
             self._owed -= 1.0
             self.sent += 1

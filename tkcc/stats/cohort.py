@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 MIN_SAMPLES = 8  # a side: below, the normal approximation of the rank sum does not hold
-_MAX_SAMPLES = 400  # a side, newest: bounds the work of one comparison to some 20 ms
+_MAX_SAMPLES = 300  # a side, newest: bounds the work of one comparison to some 10 ms
 _PRIOR_SXX = 0.1  # weight of a slope of 1 against the data: that of a hundred requests whose sizes differ by 3 %
 _NORMAL = NormalDist()
 

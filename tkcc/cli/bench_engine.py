@@ -171,19 +171,21 @@ def _their_step(args: argparse.Namespace, attention: str, tokens: "Tensor", cont
     return step
 
 
-def _measure(runners: dict[str, Callable[[], object]], rounds: int, rng: random.Random) -> dict[str, list[float]]:
-    """Seconds of each run, by implementation; index = round."""
+def _measure(
+    runners: dict[str, Callable[[], object]], rounds: int, rng: random.Random
+) -> dict[str, list[tuple[float, float]]]:
+    """(Wall, CPU) seconds of each run, by implementation; index = round. Busy neighbours move CPU time little."""
     import torch
 
-    seconds: dict[str, list[float]] = {name: [] for name in runners}
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in runners}
     for index in range(rounds + 1):
         for name in rng.sample(sorted(runners), len(runners)):
-            start = time.perf_counter()
+            wall_s, cpu_s = time.perf_counter(), time.process_time()
             runners[name]()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             if index:  # the first round warms up
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append((time.perf_counter() - wall_s, time.process_time() - cpu_s))
     return seconds
 
 
@@ -192,34 +194,48 @@ def _row(
     batch: int,
     new_tokens: int,
     context: int,
-    seconds: dict[str, list[float]],
+    seconds: dict[str, list[tuple[float, float]]],
     difference: float,
     rng: random.Random,
 ) -> dict[str, Any]:
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
-    best = min((name for name in medians if name != OURS), key=medians.__getitem__)
-    ratios = [theirs / ours for theirs, ours in zip(seconds[best], seconds[OURS], strict=True)]
-    draws = sorted(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(1000))
+    wall_s = {name: [pair[0] for pair in pairs] for name, pairs in seconds.items()}
+    cpu_s = {name: [pair[1] for pair in pairs] for name, pairs in seconds.items()}
+    medians_s = {name: statistics.median(values) for name, values in wall_s.items()}
+    best = min((name for name in medians_s if name != OURS), key=medians_s.__getitem__)
+    ratio, low, high = _ratio(wall_s[best], wall_s[OURS], rng)
+    cpu_ratio, cpu_low, cpu_high = _ratio(cpu_s[best], cpu_s[OURS], rng)
     return {
         "phase": phase,
         "batch": batch,
         "new_tokens": new_tokens,
         "context_tokens": context + new_tokens,
-        "ms_median": {name: round(1e3 * value, 3) for name, value in medians.items()},
+        "ms_median": {name: round(1e3 * value, 3) for name, value in medians_s.items()},
+        "cpu_ms_median": {name: round(1e3 * statistics.median(values), 3) for name, values in cpu_s.items()},
         "best_transformers": best,
-        "ratio": round(statistics.median(ratios), 4),  # above 1: tkcc is faster
-        "ratio_low": round(draws[25], 4),  # 95 % interval
-        "ratio_high": round(draws[975], 4),
-        "tokens_per_s": round(batch * new_tokens / medians[OURS], 1),
+        "ratio": ratio,  # best transformers / tkcc, wall time: above 1, tkcc is faster
+        "ratio_low": low,  # 95 % interval
+        "ratio_high": high,
+        "cpu_ratio": cpu_ratio,
+        "cpu_ratio_low": cpu_low,
+        "cpu_ratio_high": cpu_high,
+        "tokens_per_s": round(batch * new_tokens / medians_s[OURS], 1),
         "logit_difference_max": round(difference, 5),
     }
+
+
+def _ratio(theirs: list[float], ours: list[float], rng: random.Random) -> tuple[float, float, float]:
+    """Median over rounds of theirs / ours, and its 95 % bootstrap interval."""
+    ratios = [a / b for a, b in zip(theirs, ours, strict=True)]
+    draws = sorted(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(1000))
+    return round(statistics.median(ratios), 4), round(draws[25], 4), round(draws[975], 4)
 
 
 def _line(row: dict[str, Any]) -> str:
     times = ", ".join(f"{name} {value:.1f} ms" for name, value in row["ms_median"].items())
     return (
         f"{row['phase']:8} batch {row['batch']} x {row['new_tokens']:4} tokens, context {row['context_tokens']:4}:"
-        f" {times}; {row['ratio']:.2f} x [{row['ratio_low']:.2f}, {row['ratio_high']:.2f}]"
+        f" {times}; {row['ratio']:.3f} x [{row['ratio_low']:.3f}, {row['ratio_high']:.3f}],"
+        f" by CPU time {row['cpu_ratio']:.3f} x [{row['cpu_ratio_low']:.3f}, {row['cpu_ratio_high']:.3f}]"
     )
 
 

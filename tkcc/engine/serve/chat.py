@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 
 from jinja2 import TemplateError
-from jinja2.exceptions import SecurityError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
@@ -26,7 +25,9 @@ class ChatTemplate:
         """The prompt, with the opening of the assistant's turn. Raises ChatTemplateError."""
         try:
             return self._template.render(messages=messages, add_generation_prompt=True, **self._special)
-        except (TemplateError, SecurityError, TypeError, ValueError) as err:
+        except ChatTemplateError:
+            raise
+        except Exception as err:  # a template is code: it may raise anything
             raise ChatTemplateError(f"the model's chat template refuses these messages: {err}") from err
 
 

@@ -4,10 +4,10 @@ All of it is decided on the host, once per model, batch and device. The kernel's
 attends to which blocks of the cache) are repeated here in Python, for the slow twin.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,7 +25,6 @@ class Layout:
     warps: int = 8
     slots: int = 6  # 4 KiB ring slots of each warp
     part_floats: int = 1024  # chunk sums of one pass, twice
-    balance: Literal["stream", "stage"] = "stream"
 
     def smem_bytes(self, shape: DecodeShape, batch: int) -> int:
         """Bytes of `struct Shared` in cuda/shape.cu, to within its alignment."""
@@ -33,8 +32,9 @@ class Layout:
         padded = -(-shape.hidden // UNIT_COLS) * UNIT_COLS
         scratch = (self.warps + 1) * group * (shape.head_dim + 2) * 4
         fixed = 8 * self.part_floats + 2 * batch * padded + scratch + 2 * (group + 2) * shape.head_dim
-        fixed += 4 * batch * shape.head_dim + 4 * (4 * shape.num_layers + 1) + 8 * self.warps * batch + 512
-        return fixed + self.warps * self.slots * (UNIT_BYTES + 8)
+        fixed += 4 * batch * shape.head_dim + 8 * self.warps * batch
+        fixed += 4 * shape.num_layers * self.warps + 4 * (self.warps + 2) * group + 640
+        return fixed + self.warps * self.slots * (UNIT_BYTES + 16)
 
 
 def fit_layout(shape: DecodeShape, batch: int) -> Layout:
@@ -96,50 +96,34 @@ def stage_sizes(shape: DecodeShape) -> list[tuple[int, int]]:
     return layer * shape.num_layers + [(-(-shape.vocab // 4), d)]
 
 
-def pack_model(shape: DecodeShape, weights: Mapping[str, Tensor], device: torch.device) -> Tensor:
-    """All streamed matrices as units, flat bf16."""
-    sizes = stage_sizes(shape)
-    total = sum(groups * chunks for groups, chunks in sizes) * UNIT_ROWS * UNIT_COLS
-    packed = torch.empty(total, dtype=torch.bfloat16, device=device)
-    at = 0
-    for (groups, chunks), matrix in zip(sizes, stage_matrices(shape, weights), strict=True):
-        numel = groups * chunks * UNIT_ROWS * UNIT_COLS
-        pack_units(matrix.to(device=device, dtype=torch.bfloat16), packed[at : at + numel])
-        at += numel
-    return packed
-
-
 # --- Row groups of each CTA.
 
 
-def divide_row_groups(shape: DecodeShape, grid: int, balance: Literal["stream", "stage"]) -> list[list[int]]:
-    """For each stage, how many of its row groups each CTA has; they are dealt in CTA order.
+def divide_row_groups(shape: DecodeShape, speeds: Sequence[float]) -> list[list[int]]:
+    """How many row groups of QKV, O, gate-up, down and the head each CTA has; they are dealt in CTA order.
 
-    "stage" deals each stage as evenly as it goes. "stream" evens out the bytes that a CTA has streamed by the end of
-    each stage, which matters more while loads run ahead of the stages.
+    In proportion to `speeds`, how fast each CTA's multiprocessor streams. What is left over of a stage goes where the
+    layer has put the least work so far. The same in every layer, so that a warp's part of a stage is a constant.
     """
-    streamed = [0.0] * grid
-    dealt = []
-    for groups, chunks in stage_sizes(shape):
-        even = groups / grid
-        if balance == "stage":
-            counts = [groups * (i + 1) // grid - groups * i // grid for i in range(grid)]
-        else:
-            mean = sum(streamed) / grid
-            want = [max(0.0, even + (mean - done) / chunks) for done in streamed]
-            want = [w * groups / sum(want) for w in want]
-            counts = [int(w) for w in want]
-            by_rest = sorted(range(grid), key=lambda i: counts[i] - want[i])  # the largest fraction first
-            for i in by_rest[: groups - sum(counts)]:
-                counts[i] += 1
+    grid, total = len(speeds), sum(speeds)
+    sizes = stage_sizes(shape)
+    kinds = [*sizes[:4], sizes[-1]]
+    load = [0.0] * grid  # units so far, over speed
+    dealt: list[list[int]] = [[] for _ in kinds]
+    for kind in (2, 3, 0, 1, 4):  # the large ones first: the small ones even out what they left
+        groups, chunks = kinds[kind]
+        counts = [int(groups * speed / total) for speed in speeds]
+        done = [(load[i] if kind != 4 else 0.0) + counts[i] * chunks / speeds[i] for i in range(grid)]
+        for i in sorted(range(grid), key=done.__getitem__)[: groups - sum(counts)]:
+            counts[i] += 1
         assert sum(counts) == groups
-        streamed = [done + n * chunks for done, n in zip(streamed, counts, strict=True)]
-        dealt.append(counts)
+        load = [busy + n * chunks / speed for busy, n, speed in zip(load, counts, speeds, strict=True)]
+        dealt[kind] = counts
     return dealt
 
 
 def work_table(dealt: list[list[int]]) -> Tensor:
-    """The kernel's form of it: [stages][grid] int32, first group | number of groups << 16."""
+    """The kernel's form of it: [5][grid] int32, first group | number of groups << 16."""
     rows = []
     for counts in dealt:
         first, row = 0, []
@@ -149,6 +133,69 @@ def work_table(dealt: list[list[int]]) -> Tensor:
             first += count
         rows.append(row)
     return torch.tensor(rows, dtype=torch.int64).to(torch.int32)
+
+
+# --- The order in which each warp streams its units.
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Every warp's run of units: where it begins, what it holds, and where each stage's units go."""
+
+    first: Tensor  # [grid, warps] int32: first unit of each run
+    parts: Tensor  # [grid, 2 layers, warps] int16: units of QKV; of the rest of the layer (the last also has the head)
+    places: list[Tensor]  # for each stage, the place of its units, in the stage's own order
+
+
+def plan_runs(shape: DecodeShape, dealt: list[list[int]], layout: Layout, batch: int) -> Runs:
+    """Lays the units out so that what a warp streams during a step is one contiguous run (`span_of` in cuda/gemv.cu)."""
+    grid, warps = len(dealt[0]), layout.warps
+    sums = UNIT_ROWS * _padded_batch(batch)
+    sizes = stage_sizes(shape)
+    counts = np.zeros((len(sizes), grid, warps), dtype=np.int64)
+    orders = []  # for each stage: units in the order they are streamed, by CTA, pass and warp; their (CTA, warp)
+    for stage, (_, chunks) in enumerate(sizes):
+        per_pass = layout.part_floats // (chunks * sums)
+        units, owners, first = [], [], 0
+        for cta, groups in enumerate(dealt[stage % 4 if stage + 1 < len(sizes) else 4]):
+            for done in range(0, groups, per_pass):
+                here = min(per_pass, groups - done)
+                u = np.arange(here * chunks)
+                units.append((first + done + u % here) * chunks + u // here)
+                borders = here * chunks * np.arange(warps + 1) // warps
+                owners.append(cta * warps + np.repeat(np.arange(warps), np.diff(borders)))
+                counts[stage, cta] += np.diff(borders)
+            first += groups
+        orders.append((np.concatenate(units), np.concatenate(owners)))
+    by_run = counts.reshape(len(sizes), -1)
+    first_of_run = np.concatenate([[0], by_run.sum(0).cumsum()[:-1]])
+    places = []
+    for stage, (units, owners) in enumerate(orders):
+        order = np.argsort(owners, kind="stable")
+        starts = first_of_run + by_run[:stage].sum(0)
+        rank = np.arange(len(order)) - np.repeat(by_run[stage].cumsum() - by_run[stage], by_run[stage])
+        place = np.empty(len(order), dtype=np.int64)
+        place[units[order]] = starts[owners[order]] + rank
+        places.append(torch.from_numpy(place))
+    layers = counts[:-1].reshape(shape.num_layers, 4, grid, warps)
+    parts = np.stack([layers[:, 0], layers[:, 1:].sum(1)], axis=1)  # [layers, 2, grid, warps]
+    parts[-1, 1] += counts[-1]
+    assert parts.max() < 1 << 15, "units of a run's part are counted in 16 bits"
+    parts = parts.reshape(2 * shape.num_layers, grid, warps).transpose(1, 0, 2)
+    first_units = torch.from_numpy(first_of_run.reshape(grid, warps)).to(torch.int32)
+    return Runs(first_units, torch.from_numpy(parts.astype(np.int16)).contiguous(), places)
+
+
+def pack_model(shape: DecodeShape, weights: Mapping[str, Tensor], runs: Runs, device: torch.device) -> Tensor:
+    """All streamed matrices as units [total, 2048] bf16, in the order of the runs."""
+    unit_numel = UNIT_ROWS * UNIT_COLS
+    total = sum(groups * chunks for groups, chunks in stage_sizes(shape))
+    packed = torch.empty(total, unit_numel, dtype=torch.bfloat16, device=device)
+    for place, matrix in zip(runs.places, stage_matrices(shape, weights), strict=True):
+        units = packed.new_empty(len(place), unit_numel)
+        pack_units(matrix.to(device=device, dtype=torch.bfloat16), units)
+        packed[place.to(device)] = units
+    return packed
 
 
 # --- Attention at run time (`attention_role` in cuda/stream.cu).

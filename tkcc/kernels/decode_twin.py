@@ -47,13 +47,19 @@ def ordered_sum(parts: Tensor, dim: int) -> Tensor:
     return total
 
 
+def _lane_sum(values: Tensor) -> Tensor:
+    """Sum over the last dim as a warp does: lane i takes i, i + 32, ..., then the lanes' tree."""
+    padded = torch.nn.functional.pad(values, (0, -values.shape[-1] % 32))
+    return tree_sum(ordered_sum(padded.unflatten(-1, (-1, 32)), -2))
+
+
 def true_divide(a: Tensor, b: float) -> Tensor:
     """a / b rounded once; torch on a GPU would multiply by 1 / b."""
     return a / torch.full_like(a, b)
 
 
 def unpack_units(packed: Tensor, groups: int, chunks: int) -> Tensor:
-    """[2, 8, groups, chunks, 4, 32]: for each of a lane's 16 columns, contiguous."""
+    """A stage's units, [2, 8, groups, chunks, 4, 32]: for each of a lane's 16 columns, contiguous."""
     return packed.view(groups, chunks, UNIT_ROWS, 2, 32, 8).permute(3, 5, 0, 1, 2, 4).contiguous()
 
 
@@ -90,11 +96,10 @@ class DecodeTwin:
     def __init__(self, decoder: PersistentDecode) -> None:
         self.decoder, self.shape = decoder, decoder.shape
         self.keys, self.values = decoder.keys.clone(), decoder.values.clone()
-        self._units, at = [], 0
-        for groups, chunks in stage_sizes(self.shape):
-            numel = groups * chunks * UNIT_ROWS * UNIT_COLS
-            self._units.append(unpack_units(decoder.packed[at : at + numel], groups, chunks))
-            at += numel
+        self._units = [
+            unpack_units(decoder.packed[place.to(decoder.device)], groups, chunks)
+            for place, (groups, chunks) in zip(decoder.runs.places, stage_sizes(self.shape), strict=True)
+        ]
 
     @torch.no_grad()
     def step(self, tokens_b: Tensor, positions: list[int]) -> tuple[Tensor, StageOutputs]:
@@ -192,8 +197,7 @@ class DecodeTwin:
             o = torch.where(here[:, None], o + parts_o[..., w, :] * weights[..., w, None], o)
         if len(split) > 1:
             weights = exp2_exact(m - m.amax(2, keepdim=True))
-            l = ordered_sum(torch.cat([torch.zeros_like(l[..., :1]), l * weights], dim=2), 2)
-            o = ordered_sum(torch.cat([torch.zeros_like(o[:, :, :1]), o * weights[..., None]], dim=2), 2)
+            l, o = _lane_sum(l * weights), _lane_sum((o * weights[..., None]).transpose(2, 3))
         else:
             l, o = l[:, :, 0], o[:, :, 0]
         return (o / l[..., None]).bfloat16()
@@ -230,8 +234,4 @@ class DecodeTwin:
             p = p.view(num_kv, group, len(tasks), 8, per_pass, 1)
             for turn_in_block in range(8):
                 o_lanes = o_lanes + p[:, :, :, turn_in_block] * values[:, :, :, turn_in_block]
-        # Lane = position group, [duplicate,] pass: see block_position in cuda/attention.cu.
-        in_lanes = l_lanes.view(num_kv, group, len(tasks), 8, per_pass).transpose(3, 4)
-        if lanes == 16:  # lanes l and l ^ 8 hold the same position; the second adds nothing
-            in_lanes = torch.stack([in_lanes, torch.zeros_like(in_lanes)], dim=4)
-        return m, tree_sum(in_lanes.flatten(3)), tree_sum(o_lanes.transpose(3, 4))
+        return m, tree_sum(l_lanes), tree_sum(o_lanes.transpose(3, 4))

@@ -6,7 +6,7 @@
 
 import ctypes
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from tkcc.kernels.decode_plan import (
     divide_row_groups,
     fit_layout,
     pack_model,
+    plan_runs,
     work_table,
 )
 from tkcc.kernels.decode_shape import DecodeShape
@@ -27,15 +28,16 @@ from tkcc.kernels.decode_shape import DecodeShape
 FILES = ("ptx.cu", "shape.cu", "math.cu", "exchange.cu", "stream.cu", "gemv.cu", "attention.cu", "decode.cu")
 
 
+_POINTERS = ("weights", "runs", "run_parts", "work", "embed", "norms", "qk_norms", "rope", "keys", "values")
+_POINTERS += ("tokens", "positions", "out_tokens", "logits", "exchange", "partials", "best", "counters", "report", "trace")
+
+
 class Params(ctypes.Structure):
     """`struct Params` of cuda/shape.cu."""
 
     _fields_ = (
-        *(
-            (name, ctypes.c_void_p)
-            for name in ["weights", "work", "embed", "norms", "qk_norms", "rope", "keys", "values", "tokens", "positions", "out_tokens", "logits", "exchange", "partials", "best", "counters", "report"]
-        ),
-        *((name, ctypes.c_int) for name in ("kv_capacity", "num_steps", "min_blocks")),
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((name, ctypes.c_int) for name in ("cta_is_multiprocessor", "kv_capacity", "num_steps", "min_blocks")),
         *((name, ctypes.c_uint32) for name in ("max_spins", "back_off_ns")),
     )
 
@@ -57,6 +59,7 @@ def defines(shape: DecodeShape, batch: int, layout: Layout) -> dict[str, str | i
         "TKCC_WARPS": layout.warps,
         "TKCC_SLOTS": layout.slots,
         "TKCC_PART_FLOATS": layout.part_floats,
+        "TKCC_PARAMS_BYTES": ctypes.sizeof(Params),
         "TKCC_SMEM_BYTES": layout.smem_bytes(shape, batch),
     }
 
@@ -106,25 +109,27 @@ class PersistentDecode:
         kv_capacity: int,
         layout: Layout | None = None,
         grid: int | None = None,
+        speeds: Sequence[float] | None = None,
         device: torch.device | str = "cuda",
-        packed: Tensor | None = None,
         options: tuple[str, ...] = (),
     ) -> None:
         self.shape, self.batch = shape, batch
         self.device = torch.device(device)
         self.layout = layout or fit_layout(shape, batch)
         self.grid = grid or torch.cuda.get_device_properties(self.device).multi_processor_count
+        self.cta_is_multiprocessor = speeds is not None
         self.min_blocks, self.max_spins, self.back_off_ns = 4, 20_000_000, 0
         if self.grid < batch * shape.num_kv_heads:
             raise ValueError(f"{batch} x {shape.num_kv_heads} KV heads need as many CTAs, but the grid has {self.grid}")
         block = block_positions(shape)
         self.kv_capacity = -(-kv_capacity // block) * block
 
-        # The work table depends on the grid; packed weights depend on nothing but the model.
-        self.packed = pack_model(shape, weights, self.device) if packed is None else packed
-        self.dealt = divide_row_groups(shape, self.grid, self.layout.balance)
-        self._work = work_table(self.dealt).to(self.device)
         self._check_part_floats()
+        dealt = divide_row_groups(shape, speeds or [1.0] * self.grid)
+        self.runs = plan_runs(shape, dealt, self.layout, batch)
+        self.packed = pack_model(shape, weights, self.runs, self.device)
+        self._work = work_table(dealt).to(self.device)
+        self._first_units, self._run_parts = self.runs.first.to(self.device), self.runs.parts.to(self.device)
         self.embed = weights["model.embed_tokens.weight"].to(self.device)
         norm_names = [
             f"model.layers.{layer}.{name}.weight"
@@ -151,6 +156,7 @@ class PersistentDecode:
         self._best = torch.zeros(2, self.grid, batch, dtype=torch.int64, device=self.device)
         self._counters = torch.zeros(64, dtype=torch.int32, device=self.device)
         self.report = torch.zeros(128, 4, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        self.trace = torch.zeros(self.grid, 4 * shape.num_layers + 1, 8, dtype=torch.int64, device=self.device)
         self._kernel = self._load(options) if self.device.type == "cuda" else None
 
     def _load(self, options: tuple[str, ...]) -> nvrtc.Kernel:
@@ -167,6 +173,8 @@ class PersistentDecode:
         """The launch's arguments; the tensors must outlive it."""
         tensors = {
             "weights": self.packed,
+            "runs": self._first_units,
+            "run_parts": self._run_parts,
             "work": self._work,
             "embed": self.embed,
             "norms": self.norms,
@@ -183,10 +191,12 @@ class PersistentDecode:
             "best": self._best,
             "counters": self._counters,
             "report": self.report,
+            "trace": self.trace,
         }
         addresses = {name: t.data_ptr() if t is not None else None for name, t in tensors.items()}
         return Params(
             **addresses,
+            cta_is_multiprocessor=self.cta_is_multiprocessor,
             kv_capacity=self.kv_capacity,
             num_steps=num_steps,
             min_blocks=self.min_blocks,
@@ -204,4 +214,4 @@ class PersistentDecode:
         assert out_tokens.shape == (num_steps, self.batch) and out_tokens.dtype == torch.int32 and num_steps > 0
         assert out_tokens.is_contiguous() and self._kernel is not None
         params = self.params(out_tokens, num_steps, with_logits)
-        self._kernel.launch(self.grid, 32 * self.layout.warps, params)
+        self._kernel.launch(self.grid, 32 * (self.layout.warps + 4), params)  # one warpgroup loads

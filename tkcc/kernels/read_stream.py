@@ -18,7 +18,9 @@ class _Params(ctypes.Structure):
         ("units", ctypes.c_longlong * 3),
         ("sink", ctypes.c_void_p),
         ("report", ctypes.c_void_p),
+        ("cycles", ctypes.c_void_p),
         ("max_spins", ctypes.c_uint32),
+        ("passes", ctypes.c_int),
     )
 
 
@@ -35,16 +37,39 @@ class ReadStream:
         self._kernel = nvrtc.load_kernel(source, "read_stream", smem_bytes)
         self._grid = torch.cuda.get_device_properties().multi_processor_count
         self._sink = torch.zeros(self._grid * warps, dtype=torch.int32, device="cuda")
+        self._cycles = torch.zeros(self._grid, 2, dtype=torch.int64, device="cuda")
         self._report = torch.zeros(128, 4, dtype=torch.int32, pin_memory=True)
 
-    def run(self, parts: Sequence[tuple[Tensor, int]]) -> int:
-        """Queues one read of the first `bytes` of up to three contiguous tensors; returns the bytes it reads."""
+    def run(self, parts: Sequence[tuple[Tensor, int]], passes: int = 1) -> int:
+        """Queues `passes` reads of the first `bytes` of up to three contiguous tensors; returns the bytes it reads."""
         assert 1 <= len(parts) <= 3
-        params = _Params(sink=self._sink.data_ptr(), report=self._report.data_ptr(), max_spins=1 << 24)
+        params = _Params(
+            sink=self._sink.data_ptr(),
+            report=self._report.data_ptr(),
+            cycles=self._cycles.data_ptr(),
+            max_spins=1 << 24,
+            passes=passes,
+        )
         total = 0
         for i, (tensor, num_bytes) in enumerate(parts):
             assert tensor.is_contiguous() and num_bytes <= tensor.numel() * tensor.element_size()
             params.ranges[i], params.units[i] = tensor.data_ptr(), num_bytes // self.unit_bytes
-            total += params.units[i] * self.unit_bytes
+            total += params.units[i] * self.unit_bytes * passes
         self._kernel.launch(self._grid, self.threads, params)
         return total
+
+    def multiprocessor_speeds(self, tensor: Tensor, runs: int = 3) -> list[float] | None:
+        """How fast each multiprocessor streams while all do, relative to their mean, by its number; synchronises.
+
+        They differ: those of a cluster share its port, and clusters are not equally full. None if the numbers are not
+        0 .. count - 1, so that work cannot be assigned by them.
+        """
+        total = torch.zeros(self._grid, dtype=torch.float64)
+        for _ in range(runs):
+            self.run([(tensor, tensor.numel() * tensor.element_size())])
+            ids, cycles = self._cycles.cpu().unbind(1)
+            if sorted(ids.tolist()) != list(range(self._grid)):
+                return None
+            total[ids] += cycles.double()
+        speeds = 1 / total
+        return (speeds / speeds.mean()).tolist()

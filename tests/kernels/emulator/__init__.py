@@ -12,7 +12,7 @@ from tkcc.kernels.persistent_decode import FILES, Params, PersistentDecode, defi
 HEADER = Path(__file__).parent / "cuda_on_cpu.h"
 ENTRY = """
 extern "C" int run(const Params* params, unsigned ctas, unsigned long long seed) {
-  return emulator::launch<Params>(&decode_steps, *params, ctas, NT, sizeof(Shared), seed);
+  return emulator::launch<Params>(&decode_steps, *params, ctas, THREADS, sizeof(Shared), seed);
 }
 """
 

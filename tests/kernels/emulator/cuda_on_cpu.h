@@ -26,7 +26,9 @@ struct alignas(8) U2 { u32 x, y; };
 #define __global__
 #define __grid_constant__
 #define __launch_bounds__(...)
+#define MARK(index, event)
 #define SHARED_MEMORY(Type, name) Type& name = *reinterpret_cast<Type*>(emulator::current->cta->smem)
+using std::max;
 using std::min;
 
 namespace emulator {
@@ -36,7 +38,8 @@ struct Warp {
   u64 values[2][32];
 };
 struct Cta {
-  u32 id = 0, arrived = 0, generation = 0, asleep_until = 0;
+  u32 id = 0, asleep_until = 0;
+  u32 arrived[2] = {0, 0}, generation[2] = {0, 0};  // of barriers 0 and 1
   u8* smem = nullptr;
   std::vector<Warp> warps;
 };
@@ -164,9 +167,13 @@ DEVICE int warp_max(int value) {
   return top;
 }
 DEVICE void sync_warp() { emulator::Warp& w = emulator::warp(); emulator::meet(w.arrived, w.generation, 32); }
-DEVICE void sync_cta() {
+DEVICE void sync_all() {
   emulator::Cta& c = *emulator::current->cta;
-  emulator::meet(c.arrived, c.generation, emulator::threads);
+  emulator::meet(c.arrived[0], c.generation[0], emulator::threads);
+}
+DEVICE void sync_first(int threads) {
+  emulator::Cta& c = *emulator::current->cta;
+  emulator::meet(c.arrived[1], c.generation[1], threads);
 }
 DEVICE U4 load_relaxed4(const u32* from) { U4 v; memcpy(&v, from, 16); return v; }
 DEVICE u32 load_relaxed(const u32* from) { return *from; }
@@ -175,12 +182,20 @@ DEVICE void store_relaxed(u32* to, u32 value) { emulator::push_store(to, value, 
 DEVICE void store_relaxed64(u64* to, u64 value) { emulator::push_store(to, value, 8); }
 DEVICE void add_release(u32* counter, u32 value) { emulator::flush_cta(); *counter += value; }
 DEVICE u32 load_acquire(const u32* from) { return *from; }
+struct U64x2 { u64 x, y; };
+DEVICE U64x2 load_relaxed64x2(const u64* from) { return U64x2{from[0], from[1]}; }
+DEVICE void set_flag(int* flag, int value) { *flag = value; }
+DEVICE int read_flag(const int* flag) { return *flag; }
 DEVICE void prefetch_l2(const void*) {}
 DEVICE void fence_async_proxy() {}
 DEVICE void back_off(u32) {}
+DEVICE void take_registers() {}
+DEVICE void give_registers() {}
+DEVICE void pause(bool) { emulator::yield(); }
 DEVICE void barrier_init(u64* barrier) { *barrier = 0; }
 DEVICE void barrier_init_done() {}
-DEVICE bool barrier_try_wait(u64* barrier, u32 parity) { return (*barrier & 1) != parity; }
+DEVICE void barrier_arrive(u64* barrier) { *barrier ^= 1; }  // one arrival completes a phase
+DEVICE bool barrier_test(u64* barrier, u32 parity) { return (*barrier & 1) != parity; }
 DEVICE u64 evict_first_policy() { return 0; }
 DEVICE void bulk_load(void* to, const void* from, u32 bytes, u64* barrier) {
   emulator::check((*barrier >> 1) == 0, "a slot is refilled while its copy is in flight");
@@ -190,10 +205,17 @@ DEVICE void bulk_load(void* to, const void* from, u32 bytes, u64* barrier) {
   emulator::copies.push_back({emulator::now + emulator::random_below(200), to, from, bytes, barrier});
 }
 DEVICE void bulk_load_once(void* to, const void* from, u32 bytes, u64* barrier, u64) { bulk_load(to, from, bytes, barrier); }
-DEVICE void watchdog(u32& spins, u32 limit, u32*, u32 where) {
-  if (++spins >= limit) emulator::fail(where);
+DEVICE void stuck(u32*, u32 where) { emulator::fail(where); }
+DEVICE void watchdog(u32& spins, u32 limit, u32* report, u32 where) {
+  if (++spins >= limit) stuck(report, where);
   emulator::yield();
 }
+DEVICE bool barrier_wait(u64* barrier, u32 parity, u32 limit) {
+  for (u32 spins = 0; !barrier_test(barrier, parity); emulator::yield())
+    if (++spins >= limit) return false;
+  return true;
+}
+DEVICE int multiprocessor() { return (int)((emulator::current->cta->id * 5 + 3) % emulator::grid); }
 
 namespace emulator {
 // 0, or where the launch got stuck.

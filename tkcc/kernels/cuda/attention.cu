@@ -1,6 +1,6 @@
 // One decode position against its cache. A CTA takes some blocks of one KV head for all its G query heads, so keys and
 // values are read once; a warp takes some of these blocks. Partial results meet in shared memory, and, if a head is
-// split over several CTAs, in the CTA that has the head's last slot.
+// split over several CTAs, in all of them: each merges a part of the head's dims.
 
 // Raw q, k, v of the new position: normed (Qwen3), rotated, rounded to bf16 into shared memory; k and v to the cache.
 DEVICE void attention_inputs(const Params& p, Shared& s, const Exchange& exchange, const Role& role, int layer) {
@@ -25,7 +25,7 @@ DEVICE void attention_inputs(const Params& p, Shared& s, const Exchange& exchang
       float squares = 0.0f;
 #pragma unroll
       for (int i = 0; i < OWN; ++i) squares = add_rn(squares, mul_rn(x[i], x[i]));
-      float rstd = div_rn(1.0f, sqrt_rn(add_rn(div_rn(warp_sum(squares), (float)HD), EPS)));
+      float rstd = div_rn(1.0f, sqrt_rn(add_rn(mean_of<HD>(warp_sum(squares)), EPS)));
 #pragma unroll
       for (int i = 0; i < OWN; ++i) x[i] = mul_rn(mul_rn(x[i], rstd), from_bf16(norm[lane + 32 * i]));
     }
@@ -53,63 +53,49 @@ DEVICE void attention_inputs(const Params& p, Shared& s, const Exchange& exchang
   }
 }
 
-// A lane's part of one block, for G heads: 8 dims of 8 positions, as 8 passes over the unit.
-DEVICE void add_products(const U4& keys, const float (&q)[G][8], float (&dots)[G]) {
-  const u32 words[4] = {keys.x, keys.y, keys.z, keys.w};
+// Scores of a block into scratch [BLOCK][G]. A pass looks at PER_PASS positions, LANES lanes to each, 8 dims a lane;
+// while lanes are summed, partners trade heads, so that in the end each lane has one. Loops are kept short: code that
+// runs once a layer is seldom in the nearest instruction cache, and its length is its latency.
+constexpr int GP = G <= 1 ? 1 : G <= 2 ? 2 : G <= 4 ? 4 : 8;  // heads in that tree
+DEVICE void block_scores(const U4* keys, const float (&q)[G][8], int lane, float* scratch) {
+  constexpr int LEVELS = LANES == 8 ? 3 : 4;
+#pragma unroll 2
+  for (int pass = 0; pass < 8; ++pass) {
+    const U4 pairs = keys[pass * 32 + lane];
+    const u32 words[4] = {pairs.x, pairs.y, pairs.z, pairs.w};
+    float dots[GP];
 #pragma unroll
-  for (int h = 0; h < G; ++h) dots[h] = 0.0f;
+    for (int h = 0; h < GP; ++h) dots[h] = 0.0f;
 #pragma unroll
-  for (int e = 0; e < 4; ++e) {
-    float low = low_half(words[e]), high = high_half(words[e]);
-#pragma unroll
-    for (int h = 0; h < G; ++h) {
-      dots[h] = fma_exact(low, q[h][2 * e], dots[h]);
-      dots[h] = fma_exact(high, q[h][2 * e + 1], dots[h]);
-    }
-  }
-}
-// Two passes' dots: lanes with `bit` set keep b's, the others a's, each with its partner's share added.
-DEVICE void trade(float (&a)[G], const float (&b)[G], int lane, int bit) {
-  const bool upper = lane & bit;
-#pragma unroll
-  for (int h = 0; h < G; ++h) a[h] = add_rn(upper ? b[h] : a[h], shuffle_xor(upper ? a[h] : b[h], bit));
-}
-
-// Scores of a block. Lane l gets those of pass l % 8, i.e. of position block_position(l); with HD = 128 lanes l and
-// l ^ 8 get the same one.
-DEVICE void block_scores(const U4* keys, const float (&q)[G][8], int lane, float (&scores)[G]) {
-  float level2[G];
-#pragma unroll
-  for (int four = 0; four < 2; ++four) {
-    float level1[G];
-#pragma unroll
-    for (int two = 0; two < 2; ++two) {
-      float a[G], b[G];
-      add_products(keys[(four * 4 + two * 2) * 32 + lane], q, a);
-      add_products(keys[(four * 4 + two * 2 + 1) * 32 + lane], q, b);
-      trade(a, b, lane, 1);
+    for (int e = 0; e < 4; ++e) {
+      float low = low_half(words[e]), high = high_half(words[e]);
 #pragma unroll
       for (int h = 0; h < G; ++h) {
-        if (two == 0) level1[h] = a[h];
-        else scores[h] = a[h];
+        dots[h] = fma_exact(low, q[h][2 * e], dots[h]);
+        dots[h] = fma_exact(high, q[h][2 * e + 1], dots[h]);
       }
     }
-    trade(level1, scores, lane, 2);
+    int head = 0, same = 0;  // which head this lane ends with; lane bits that do not choose it
 #pragma unroll
-    for (int h = 0; h < G; ++h) {
-      if (four == 0) level2[h] = level1[h];
-      else scores[h] = level1[h];
+    for (int level = 0; level < LEVELS; ++level) {
+      const int half = (GP >> level) / 2;
+      const bool upper = (lane >> level) & 1;
+      if (half == 0) {
+        dots[0] = add_rn(dots[0], shuffle_xor(dots[0], 1 << level));
+        same |= lane & (1 << level);
+      } else {
+#pragma unroll
+        for (int h = 0; h < half; ++h) {
+          float keep = upper ? dots[h + half] : dots[h];
+          float send = upper ? dots[h] : dots[h + half];
+          dots[h] = add_rn(keep, shuffle_xor(send, 1 << level));
+        }
+        head += upper ? half : 0;
+      }
     }
-  }
-  trade(level2, scores, lane, 4);
-#pragma unroll
-  for (int h = 0; h < G; ++h) {
-    float dot = level2[h];
-    if (LANES == 16) dot = add_rn(dot, shuffle_xor(dot, 8));
-    scores[h] = mul_rn(dot, SCORE_SCALE);
+    if (same == 0 && head < G) scratch[(pass * PER_PASS + lane / LANES) * G + head] = mul_rn(dots[0], SCORE_SCALE);
   }
 }
-DEVICE int block_position(int lane) { return (lane & 7) * PER_PASS + lane / LANES; }
 constexpr float NO_SCORE = -3.0e38f;
 
 DEVICE float max_over_warp(float value) {
@@ -139,29 +125,38 @@ DEVICE void attend_blocks(Shared& s, Stream& stream, const Role& role) {
   }
   for (int block = begin; block < end; ++block) {
     const int live = role.past - block * BLOCK;  // positions of this block that exist, if fewer than BLOCK
-    float p[G];
-    block_scores(stream.wait(), q, lane, p);
-    stream.release();
-    const bool is_live = block_position(lane) < live;
+    block_scores(stream.wait(), q, lane, scratch);
+    stream.release(1);
+    const bool is_live = lane < min(live, BLOCK);  // from here on a lane has one position of the block
+    float p[G], top[G];
+#pragma unroll
+    for (int h = 0; h < G; ++h) p[h] = lane < BLOCK ? scratch[lane * G + h] : NO_SCORE;
+    bool grows = false;
 #pragma unroll
     for (int h = 0; h < G; ++h) {
-      if (!is_live) p[h] = NO_SCORE;
-      float top = max_over_warp(p[h]);
-      if (top > m[h]) {
-        float shrink = exp2_exact(sub_rn(m[h], top));
+      top[h] = fmaxf(m[h], max_over_warp(is_live ? p[h] : NO_SCORE));
+      grows |= top[h] > m[h];
+    }
+    if (grows && block != begin) {  // the same in all lanes
+#pragma unroll
+      for (int h = 0; h < G; ++h) {
+        float shrink = top[h] > m[h] ? exp2_exact(sub_rn(m[h], top[h])) : 1.0f;
         l[h] = mul_rn(l[h], shrink);
 #pragma unroll
         for (int e = 0; e < 8; ++e) o[h * 8 + e] = mul_rn(o[h * 8 + e], shrink);
-        m[h] = top;
       }
+    }
+#pragma unroll
+    for (int h = 0; h < G; ++h) {
+      m[h] = top[h];
       // Rounded to bf16, so that its products with values are exact; the sum below takes the rounded one, too.
       p[h] = is_live ? round_bf16(exp2_exact(sub_rn(p[h], m[h]))) : 0.0f;
-      if (LANES == 8 || !(lane & 8)) l[h] = add_rn(l[h], p[h]);
-      scratch[block_position(lane) * G + h] = p[h];
+      l[h] = add_rn(l[h], p[h]);
+      if (lane < BLOCK) scratch[lane * G + h] = p[h];
     }
     sync_warp();
     const U4* values = stream.wait();
-#pragma unroll
+#pragma unroll 2
     for (int pass = 0; pass < 8; ++pass) {
       const int position = pass * PER_PASS + lane / LANES;
       U4 pairs = values[pass * 32 + lane];
@@ -181,7 +176,7 @@ DEVICE void attend_blocks(Shared& s, Stream& stream, const Role& role) {
         }
       }
     }
-    stream.release();  // also: every lane has read the probabilities
+    stream.release(1);  // also: every lane has read the probabilities
   }
   // Sum o over the lanes that had the same dims and other positions; each keeps a part of the (head, dim) pairs.
   int kept = G * 8, from = 0;
@@ -212,9 +207,9 @@ DEVICE void attend_blocks(Shared& s, Stream& stream, const Role& role) {
 }
 
 // The new position, not in the cache yet when the stream was queued: one more partial result, in slot NW.
-DEVICE void attend_new(Shared& s, int lane) {
-#pragma unroll
-  for (int h = 0; h < G; ++h) {
+DEVICE void attend_new(Shared& s, int warp, int lane) {
+#pragma unroll 1
+  for (int h = NW - 1 - warp; h < G; h += NW) {  // the last warps are those with fewer blocks
     float dot = 0.0f;
 #pragma unroll
     for (int i = 0; i < HD / 32; ++i) dot = fma_exact(from_bf16(s.q[h][lane + 32 * i]), from_bf16(s.k_new[lane + 32 * i]), dot);
@@ -226,106 +221,106 @@ DEVICE void attend_new(Shared& s, int lane) {
   }
 }
 
-struct Pair { float low, high; };
-
-// Merges the warps' partial results of one head and two dims.
-DEVICE Pair merge_warps(const Shared& s, const Role& role, bool has_new, int h, int d, float& m, float& l) {
+// What each partial result of this CTA (its warps', the new position's) weighs in their sum, for each head.
+DEVICE void weigh_warps(Shared& s, const Role& role, bool has_new) {
   const int blocks = role.last - role.first;
-  m = NO_SCORE;
-  for (int w = 0; w <= NW; ++w) {
-    bool there = w == NW ? has_new : share(blocks, w) != share(blocks, w + 1);
-    if (there) m = fmaxf(m, s.attend[w][h * (HD + 2) + HD]);
+  for (int i = threadIdx.x; i < (NW + 1) * G; i += NT) {
+    const int mine = i / G, h = i % G;
+    float top = NO_SCORE, m = NO_SCORE;
+    bool is_there = false;
+#pragma unroll
+    for (int w = 0; w <= NW; ++w) {
+      const bool there = w == NW ? has_new : share(blocks, w) != share(blocks, w + 1);
+      const float of_warp = there ? s.attend[w][h * (HD + 2) + HD] : NO_SCORE;
+      top = fmaxf(top, of_warp);
+      if (w == mine) m = of_warp, is_there = there;
+    }
+    s.weights[mine][h] = is_there ? exp2_exact(sub_rn(m, top)) : -1.0f;  // negative: not there
+    if (mine == 0) s.top[h] = top;
   }
-  l = 0.0f;
-  Pair o = {0.0f, 0.0f};
+}
+// Sum over this CTA's partial results of one word of them: a dim of o, or HD + 1 for l.
+DEVICE float weighted_sum(const Shared& s, int h, int word) {
+  float sum = 0.0f;
+#pragma unroll
   for (int w = 0; w <= NW; ++w) {
-    bool there = w == NW ? has_new : share(blocks, w) != share(blocks, w + 1);
-    if (!there) continue;
-    const float* part = s.attend[w] + h * (HD + 2);
-    float weight = exp2_exact(sub_rn(part[HD], m));
-    l = add_rn(l, mul_rn(part[HD + 1], weight));
-    o.low = add_rn(o.low, mul_rn(part[d], weight));
-    o.high = add_rn(o.high, mul_rn(part[d + 1], weight));
+    const float weight = s.weights[w][h], x = s.attend[w][h * (HD + 2) + word];
+    if (weight >= 0.0f) sum = add_rn(sum, mul_rn(x, weight));
   }
-  return o;
+  return sum;
 }
 
 // Words of another CTA's partial result carry a tag, because not every CTA has a part in every step.
-DEVICE float poll_tagged(const u64* word, u32 tag, const Exchange& exchange, int where) {
-  u64 v = load_relaxed64(word);
-  u32 spins = 0;
-  while ((u32)(v >> 32) != tag) {
-    watchdog(spins, exchange.max_spins, exchange.report, where);
-    v = load_relaxed64(word);
-  }
-  return as_float((u32)v);
-}
 DEVICE void store_tagged(u64* word, u32 tag, float value) { store_relaxed64(word, (u64)tag << 32 | as_bits(value)); }
+DEVICE bool has_tag(const U64x2& words, u32 tag) { return (u32)(words.x >> 32) == tag && (u32)(words.y >> 32) == tag; }
 
-// Merges the CTAs' partial results of this KV head; runs in the CTA with the last slot.
-DEVICE void merge_ctas(const Params& p, Shared& s, const Exchange& exchange, const Role& role, u32* out, int layer, u32 tag) {
-  const u64* first = p.partials + ((long long)layer * gridDim.x + blockIdx.x - (role.slots - 1)) * PARTIAL_WORDS;
-  float* sums = &s.attend[0][0];  // [slots][G][2]: m, l
-  const int n = role.slots;
-  sync_cta();  // everyone is done with the warps' partial results
-  for (int i = threadIdx.x; i < n * G * 2; i += NT)
-    sums[i] = poll_tagged(first + (i / (G * 2)) * PARTIAL_WORDS + (i / 2 % G) * (HD + 2) + HD + i % 2, tag, exchange, 200 + layer);
-  sync_cta();
-  for (int i = threadIdx.x; i < G * HD / 2; i += NT) {
-    const int h = i / (HD / 2), d = i % (HD / 2) * 2;
-    float m = NO_SCORE, l = 0.0f;
-    for (int slot = 0; slot < n; ++slot) m = fmaxf(m, sums[(slot * G + h) * 2]);
-    Pair o = {0.0f, 0.0f};
-    constexpr int AT_ONCE = 8;  // loads in flight
-    for (int from = 0; from < n; from += AT_ONCE) {
-      u64 low[AT_ONCE], high[AT_ONCE];
-#pragma unroll
-      for (int j = 0; j < AT_ONCE; ++j) {
-        if (from + j >= n) continue;
-        const u64* part = first + (from + j) * PARTIAL_WORDS + h * (HD + 2) + d;
-        low[j] = load_relaxed64(part);
-        high[j] = load_relaxed64(part + 1);
+// Merges the partial results of all CTAs of this head, each of them a part of the head's dims: a warp for two dims, a
+// lane for each slot, then the lanes' tree.
+DEVICE void merge_ctas(const Params& p, const Shared& s, const Exchange& exchange, const Role& role, u32* out, int layer, u32 tag) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, n = role.slots;
+  const u64* first = p.partials + ((long long)layer * gridDim.x + s.cta - role.slot) * PARTIAL_WORDS;
+  constexpr int PAIRS = G * HD / 2;
+  for (int pair = PAIRS * role.slot / n + warp; pair < PAIRS * (role.slot + 1) / n; pair += NW) {
+    const int h = pair / (HD / 2), d = pair % (HD / 2) * 2;
+    const u64* of_head = first + h * (HD + 2);
+    float top = NO_SCORE;
+    U64x2 ml, o;
+    for (int slot = lane; slot < n; slot += 32) {  // usually once
+      const u64* part = of_head + (long long)slot * PARTIAL_WORDS;
+      ml = load_relaxed64x2(part + HD);
+      o = load_relaxed64x2(part + d);
+      u32 spins = 0;
+      while (!has_tag(ml, tag) || !has_tag(o, tag)) {
+        watchdog(spins, exchange.max_spins, exchange.report, 200 + layer);
+        ml = load_relaxed64x2(part + HD);
+        o = load_relaxed64x2(part + d);
       }
-#pragma unroll
-      for (int j = 0; j < AT_ONCE; ++j) {
-        if (from + j >= n) continue;
-        const u64* part = first + (from + j) * PARTIAL_WORDS + h * (HD + 2) + d;
-        float a = (u32)(low[j] >> 32) == tag ? as_float((u32)low[j]) : poll_tagged(part, tag, exchange, 300 + layer);
-        float b = (u32)(high[j] >> 32) == tag ? as_float((u32)high[j]) : poll_tagged(part + 1, tag, exchange, 300 + layer);
-        float weight = exp2_exact(sub_rn(sums[((from + j) * G + h) * 2], m));
-        l = add_rn(l, mul_rn(sums[((from + j) * G + h) * 2 + 1], weight));
-        o.low = add_rn(o.low, mul_rn(a, weight));
-        o.high = add_rn(o.high, mul_rn(b, weight));
-      }
+      top = fmaxf(top, as_float((u32)ml.x));
     }
-    exchange.publish(out + (h * HD + d) / 2, pack_bf16(div_rn(o.low, l), div_rn(o.high, l)));
+    top = max_over_warp(top);
+    float l = 0.0f, low = 0.0f, high = 0.0f;
+    for (int slot = lane; slot < n; slot += 32) {
+      if (n > 32) {  // more than one a lane: all are there now, so read them again
+        const u64* part = of_head + (long long)slot * PARTIAL_WORDS;
+        ml = load_relaxed64x2(part + HD);
+        o = load_relaxed64x2(part + d);
+      }
+      const float weight = exp2_exact(sub_rn(as_float((u32)ml.x), top));
+      l = add_rn(l, mul_rn(as_float((u32)ml.y), weight));
+      low = add_rn(low, mul_rn(as_float((u32)o.x), weight));
+      high = add_rn(high, mul_rn(as_float((u32)o.y), weight));
+    }
+    l = warp_sum(l);
+    low = warp_sum(low);
+    high = warp_sum(high);
+    if (lane == 0) exchange.publish(out + pair, pack_bf16(div_rn(low, l), div_rn(high, l)));
   }
 }
 
-DEVICE void attention(const Params& p, Shared& s, Stream& stream, const Exchange& exchange, int layer, u32 tag) {
-  const Role role = s.role;
+DEVICE void attention(const Params& p, Shared& s, Stream& stream, const Exchange& exchange, const Role& role, int layer, u32 tag) {
   if (role.b < 0) return;
   const bool has_new = role.slot == role.slots - 1;
   attention_inputs(p, s, exchange, role, layer);
-  sync_cta();
+  sync_first(NT);
   attend_blocks(s, stream, role);
-  if (has_new && stream.warp == NW - 1) attend_new(s, stream.lane);
+  if (has_new) attend_new(s, stream.warp, stream.lane);
   if (has_new) fence_async_proxy();  // the cache's new row will be read by bulk copies in later steps
-  sync_cta();
+  sync_first(NT);
+  weigh_warps(s, role, has_new);
+  sync_first(NT);
   u32* out = exchange.at(layer, AT_ATTENTION) + (role.b * AW + role.kv_head * G * HD) / 2;
-  u64* part = p.partials + ((long long)layer * gridDim.x + blockIdx.x) * PARTIAL_WORDS;
-  for (int i = threadIdx.x; i < G * HD / 2; i += NT) {
-    const int h = i / (HD / 2), d = i % (HD / 2) * 2;
-    float m, l;
-    Pair o = merge_warps(s, role, has_new, h, d, m, l);
+  u64* part = p.partials + ((long long)layer * gridDim.x + s.cta) * PARTIAL_WORDS;
+  for (int i = threadIdx.x; i < G * HD; i += NT) {  // whole warps
+    const int h = i / HD, d = i % HD;
+    const float o = weighted_sum(s, h, d), l = weighted_sum(s, h, HD + 1);
     if (role.slots == 1) {
-      exchange.publish(out + (h * HD + d) / 2, pack_bf16(div_rn(o.low, l), div_rn(o.high, l)));
+      const float mine = div_rn(o, l), next = shuffle_xor(mine, 1);
+      if (d % 2 == 0) exchange.publish(out + i / 2, pack_bf16(mine, next));
     } else {
-      store_tagged(part + h * (HD + 2) + d, tag, o.low);
-      store_tagged(part + h * (HD + 2) + d + 1, tag, o.high);
-      if (d == 0) store_tagged(part + h * (HD + 2) + HD, tag, m), store_tagged(part + h * (HD + 2) + HD + 1, tag, l);
+      store_tagged(part + h * (HD + 2) + d, tag, o);
+      if (d < 2) store_tagged(part + h * (HD + 2) + HD + d, tag, d == 0 ? s.top[h] : l);
     }
   }
-  if (has_new && role.slots > 1) merge_ctas(p, s, exchange, role, out, layer, tag);
+  if (role.slots > 1) merge_ctas(p, s, exchange, role, out, layer, tag);
   // The scratch is used again in the next layer, many barriers from here.
 }

@@ -19,6 +19,9 @@ struct Exchange {
   }
   DEVICE u32 poll(const u32* word, int where) const {
     u32 v = load_relaxed(word), spins = 0;
+#ifdef TKCC_ABLATE_POLL
+    return v;
+#endif
     while (v == EMPTY) {
       watchdog(spins, max_spins, report, where);
       v = load_relaxed(word);
@@ -27,6 +30,9 @@ struct Exchange {
   }
   // Reads again until all four words are there. `v` is a first look, taken earlier so that several are in flight.
   DEVICE void finish4(U4& v, const u32* words, int where) const {
+#ifdef TKCC_ABLATE_POLL
+    return;
+#endif
     u32 spins = 0;
     while (v.x == EMPTY || v.y == EMPTY || v.z == EMPTY || v.w == EMPTY) {
       watchdog(spins, max_spins, report, where);

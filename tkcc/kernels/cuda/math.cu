@@ -22,6 +22,10 @@ DEVICE float exp2_exact(float x) {
   return as_float(as_bits(y) + ((as_bits(shifted) - 0x4b400000u) << 23));
 }
 
+template <int COUNT>
+DEVICE float mean_of(float sum) {
+  return COUNT & (COUNT - 1) ? div_rn(sum, (float)COUNT) : mul_rn(sum, 1.0f / COUNT);  // the same where both are exact
+}
 DEVICE float warp_sum(float value) {
 #pragma unroll
   for (int mask = 1; mask < 32; mask *= 2) value = add_rn(value, shuffle_xor(value, mask));

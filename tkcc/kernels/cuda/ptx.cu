@@ -37,7 +37,9 @@ DEVICE float shuffle_xor(float value, int mask) { return __shfl_xor_sync(FULL_WA
 DEVICE u64 shuffle_xor64(u64 value, int mask) { return __shfl_xor_sync(FULL_WARP, value, mask); }
 DEVICE int warp_max(int value) { return __reduce_max_sync(FULL_WARP, value); }
 DEVICE void sync_warp() { __syncwarp(); }
-DEVICE void sync_cta() { __syncthreads(); }
+DEVICE void sync_all() { __syncthreads(); }
+// Barrier 1 is for the first `threads` threads, all but the loading warp.
+DEVICE void sync_first(int threads) { asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory"); }
 
 // --- Words that other CTAs write while we look: relaxed, device scope, never from L1.
 DEVICE U4 load_relaxed4(const u32* from) {
@@ -56,6 +58,12 @@ DEVICE u64 load_relaxed64(const u64* from) {
   asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(from));
   return v;
 }
+struct U64x2 { u64 x, y; };
+DEVICE U64x2 load_relaxed64x2(const u64* from) {
+  U64x2 v;
+  asm volatile("ld.relaxed.gpu.global.v2.u64 {%0,%1}, [%2];" : "=l"(v.x), "=l"(v.y) : "l"(from));
+  return v;
+}
 DEVICE void store_relaxed(u32* to, u32 value) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
 }
@@ -70,8 +78,20 @@ DEVICE u32 load_acquire(const u32* from) {
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
   return v;
 }
+// A word of shared memory that one warp sets and another one watches.
+DEVICE void set_flag(int* flag, int value) {
+  asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"((u32)__cvta_generic_to_shared(flag)), "r"(value) : "memory");
+}
+DEVICE int read_flag(const int* flag) {
+  int v;
+  asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(v) : "r"((u32)__cvta_generic_to_shared(flag)) : "memory");
+  return v;
+}
 DEVICE void prefetch_l2(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 DEVICE void fence_async_proxy() { asm volatile("fence.proxy.async;" ::: "memory"); }
+DEVICE void pause(bool idle) {  // of the loading warp: leave issue slots to the others
+  if (idle) asm volatile("nanosleep.u32 20;");
+}
 DEVICE void back_off(u32 ns) {
   if (ns) asm volatile("nanosleep.u32 %0;" ::"r"(ns));
 }
@@ -82,13 +102,28 @@ DEVICE void barrier_init(u64* barrier) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
 }
 DEVICE void barrier_init_done() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-DEVICE bool barrier_try_wait(u64* barrier, u32 parity) {
+DEVICE void barrier_arrive(u64* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+DEVICE bool barrier_test(u64* barrier, u32 parity) {  // as below, but never suspends the thread
   u32 done;
   asm volatile(
-      "{\n\t.reg .pred p;\n\tmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n\tselp.u32 %0, 1, 0, p;\n\t}"
+      "{\n\t.reg .pred p;\n\tmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n\tselp.u32 %0, 1, 0, p;\n\t}"
       : "=r"(done) : "r"(shared_address(barrier)), "r"(parity) : "memory");
   return done;
 }
+// Waits for the end of the phase; false after `limit` tries. The loop is in PTX, where it costs no convergence barrier.
+DEVICE bool barrier_wait(u64* barrier, u32 parity, u32 limit) {
+  u32 done;
+  asm volatile(
+      "{\n\t.reg .pred p, q;\n\t.reg .u32 n;\n\tmov.u32 n, 0;\n\t"
+      "AGAIN:\n\tmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n\t@p bra.uni DONE;\n\t"
+      "add.u32 n, n, 1;\n\tsetp.lt.u32 q, n, %3;\n\t@q bra.uni AGAIN;\n\t"
+      "DONE:\n\tselp.u32 %0, 1, 0, p;\n\t}"
+      : "=r"(done) : "r"(shared_address(barrier)), "r"(parity), "r"(limit) : "memory");
+  return done;
+}
+
 // Weights pass through L2 once a step: marked evict_first they do not push out what is read again (activations, KV).
 DEVICE u64 evict_first_policy() {
   u64 policy;
@@ -106,9 +141,26 @@ DEVICE void bulk_load(void* to_shared, const void* from, u32 bytes, u64* barrier
                ::"r"(shared_address(to_shared)), "l"(from), "r"(bytes), "r"(shared_address(barrier)) : "memory");
 }
 
+// Warpgroups trade registers: 4 warps of loading give most of theirs to the 8 that compute.
+DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 224;"); }
+DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 56;"); }
+
+DEVICE int multiprocessor() {
+  int id;
+  asm volatile("mov.u32 %0, %%smid;" : "=r"(id));
+  return id;
+}
+
+// A trace of one CTA's clock, for `bench_decode --trace`: nothing is compiled in without TKCC_TRACE.
+#ifdef TKCC_TRACE
+#define MARK(index, event) \
+  if (threadIdx.x == 0) p.trace[(s.cta * (4 * L + 1) + (index)) * 8 + (event)] = clock64()
+#else
+#define MARK(index, event)
+#endif
+
 // A wait that never ends would hold the device for good: say where it was, then end the launch with an error.
-DEVICE void watchdog(u32& spins, u32 limit, u32* report, u32 where) {
-  if (++spins < limit) return;
+[[noreturn]] __device__ __noinline__ void stuck(u32* report, u32 where) {
   u32* slot = report + (blockIdx.x & 127) * 4;  // pinned host memory: it outlives the context
   slot[0] = 1;
   slot[1] = where;
@@ -116,4 +168,8 @@ DEVICE void watchdog(u32& spins, u32 limit, u32* report, u32 where) {
   slot[3] = threadIdx.x;
   __threadfence_system();
   __trap();
+  __builtin_unreachable();
+}
+DEVICE void watchdog(u32& spins, u32 limit, u32* report, u32 where) {
+  if (++spins >= limit) stuck(report, where);
 }

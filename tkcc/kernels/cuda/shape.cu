@@ -4,6 +4,7 @@ constexpr int HD = TKCC_HEAD_DIM, F = TKCC_FFN, V = TKCC_VOCAB;
 constexpr bool QK_NORM = TKCC_QK_NORM;
 constexpr float EPS = TKCC_EPS, SCORE_SCALE = TKCC_SCORE_SCALE;  // 1 / sqrt(HD) * log2(e): scores are powers of two
 constexpr int NW = TKCC_WARPS, NT = NW * 32, SLOTS = TKCC_SLOTS;
+constexpr int THREADS = NT + 128;  // and the loading warpgroup
 constexpr int PART_FLOATS = TKCC_PART_FLOATS;
 
 constexpr int G = H / K;           // query heads of one KV head
@@ -24,7 +25,8 @@ static_assert(D % 8 == 0 && AW % 8 == 0 && F % 8 == 0 && QKV % 4 == 0, "rows and
 static_assert(HD == 64 || HD == 128, "head dims of the models at hand");
 static_assert(H % K == 0 && B >= 1 && B <= 8, "");
 
-enum Kind { STAGE_QKV, STAGE_ATTENTION, STAGE_O, STAGE_GATE_UP, STAGE_DOWN, STAGE_HEAD };
+enum Kind { QKV_STAGE, O_STAGE, GATE_UP_STAGE, DOWN_STAGE, HEAD_STAGE };  // the stages that stream weights
+DEVICE constexpr int chunks_of(int kind) { return kind == O_STAGE ? NA : kind == DOWN_STAGE ? NF : ND; }
 
 // Words that stages hand to each other, per layer; each exists twice, for even and odd steps (exchange.cu).
 DEVICE constexpr int line_up(int words) { return ceil_div(words, 32) * 32; }
@@ -38,8 +40,10 @@ constexpr int PARITY_WORDS = L * LAYER_WORDS;
 constexpr int PARTIAL_WORDS = G * (HD + 2);  // of one CTA and layer: o[HD], m, l for each query head
 
 struct Params {
-  const u8* weights;       // units of QKV, O, gate-up, down for each layer, then the head
-  const u32* work;         // [4 L + 1][grid]: first row group | number of row groups << 16
+  const u8* weights;       // units, a run of them for each CTA and warp, in the order of use
+  const u32* runs;         // [grid][NW]: first unit of each run
+  const u16* run_parts;    // [grid][2 L][NW]: units of QKV; of O, gate-up, down (and, in the last layer, the head)
+  const u32* work;         // [5][grid]: first row group | number of row groups << 16, for QKV, O, gate-up, down, head
   const u16* embed;        // [V][D] bf16
   const u16* norms;        // [2 L + 1][D] bf16: input, post-attention of each layer; final
   const u16* qk_norms;     // [2 L][HD] bf16, if QK_NORM
@@ -55,16 +59,20 @@ struct Params {
   u64* best;               // [2][grid][B]
   u32* counters;           // [0]: arrivals at the end of steps; [32]: steps done
   u32* report;             // [grid][4] pinned host memory: where a watchdog fired
+  long long* trace;        // [grid][4 L + 1][8] clocks of the last step, if TKCC_TRACE
+  int cta_is_multiprocessor;  // which part of the work a CTA does: by where it runs, or by its index
   int kv_capacity;         // positions, a multiple of BLOCK
   int num_steps;
   int min_blocks;          // blocks a CTA should have before a head is split over another one
   u32 max_spins, back_off_ns;
 };
 
+static_assert(sizeof(Params) == TKCC_PARAMS_BYTES, "the host's Params has other fields");
+
 // The part that a CTA has in one attention stage: some blocks of one sequence's KV head.
 struct Role {
   int b, kv_head;   // b < 0: none
-  int slot, slots;  // which of the CTAs of this head; the last one also has the new position
+  int slot, slots;  // which of the CTAs of this head; the last one also attends to the new position
   int first, last;  // blocks [first, last) of BLOCK positions
   int past;         // positions in the cache
 };
@@ -81,11 +89,14 @@ struct Shared {
   alignas(16) u16 v_new[HD];
   alignas(16) float rope[B][HD];
   float square_sums[NW];
-  alignas(8) u64 full[NW][SLOTS];
+  alignas(8) u64 full[NW][SLOTS], empty[NW][SLOTS];
   u64 best[NW][B];
+  int cta;        // which part of the work this is
   int token[B], position[B];
-  Role role;      // of step `role_step`, the latest whose past keys and values are all written
-  int role_step;
-  u32 work[4 * L + 1];
+  Role role[2];   // of even and odd steps
+  int role_step;  // the latest step that has a role: its past keys and values are all written
+  float weights[NW + 1][G];
+  float top[G];
+  u16 run_parts[2 * L][NW];
 };
 static_assert(sizeof(Shared) <= TKCC_SMEM_BYTES, "the host counts too few bytes: Layout.smem_bytes");

@@ -31,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, default=8090, help="0: any free port, printed")
     parser.add_argument("--token-file", type=Path, required=True, help="holds the bearer token of this run")
     parser.add_argument("--cache-dir", type=Path, help="for builds (default: a temporary directory)")
+    parser.add_argument("--build-s", type=float, default=180.0, metavar="S", help="a build's deadline (default 180)")
     parser.add_argument("--spares", type=int, default=1, help="warm runners ahead of need (default %(default)s)")
     parser.add_argument(
         "--allow-unconfined",
@@ -40,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from tkcc.engine.tier.config import TierConfig
+    from tkcc.engine.tier.config import TierConfig, TierLimits
 
     token = _read_token(args.token_file)
     try:
@@ -61,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
             judge_command=(sys.executable, "-m", "tkcc", "judge"),
             num_spares=args.spares,
             is_confined=not args.allow_unconfined,
+            limits=TierLimits(build_s=args.build_s),
         )
         _pin()
         return asyncio.run(_serve(config, args.host, args.port))

@@ -18,6 +18,8 @@ from tkcc.verify import reference
 from tkcc.verify.reference import Truth
 
 MIN_POSITIONS = 256
+STEPS_PER_WIDTH = 4
+WIDE = 16  # rows of the steps that make up the number of positions cheaply
 NORM_SPREAD = 0.2  # norm weights are multiplied by 1 +- this
 GARBAGE_SCALE = 3.0  # of slots that mean nothing: finite, as stale memory is, but never negligible
 
@@ -105,6 +107,12 @@ def make(
     return ChallengeSet(sequences, tuple(planner.shared), plan, wanted, norms, truth)
 
 
+def decode_widths(decode_batches: Sequence[int]) -> list[int]:
+    """How many rows each decode step has: a few at each of the workload's widths, and wide ones up to MIN_POSITIONS."""
+    widths = [width for width in decode_batches for _ in range(STEPS_PER_WIDTH)]
+    return widths + [WIDE] * -(-max(0, MIN_POSITIONS - sum(widths)) // WIDE)
+
+
 class _Planner:
     """Draws sequences and the steps that feed them. Prompts are fed by prefill, what follows by decode."""
 
@@ -122,16 +130,13 @@ class _Planner:
 
     def plan(self) -> tuple[PlannedStep, ...]:
         size = self.size
-        width = max(size.decode_batches)
-        steps_per_width = -(-MIN_POSITIONS // sum(size.decode_batches)) + 1
-        num_decodes = steps_per_width * len(size.decode_batches)
+        widths = decode_widths(size.decode_batches)
         prompts = [size.long_tokens, *(self._near(n) for n in size.prompt_tokens)]
-        while len(prompts) < width:
+        while len(prompts) < max(widths):
             prompts.append(self._int(1, 2 * size.block_tokens + 3))
-        self.sequences = [self._tokens(n + num_decodes) for n in prompts]
+        self.sequences = [self._tokens(n + len(widths)) for n in prompts]
         self._share_a_prefix(prompts)
-        plan = [*self._prefills(prompts), *self._decodes(prompts, steps_per_width)]
-        return tuple(plan)
+        return (*self._prefills(prompts), *self._decodes(prompts, widths))
 
     def _near(self, n: int) -> int:
         return min(self._int(max(1, n - n // 8), n + n // 8), self.size.long_tokens)
@@ -170,10 +175,9 @@ class _Planner:
             steps.append(PlannedStep(StepKind.PREFILL, tuple(rows), extra_pages=self._int(0, 2)))
         return steps
 
-    def _decodes(self, prompts: list[int], steps_per_width: int) -> list[PlannedStep]:
+    def _decodes(self, prompts: list[int], widths: list[int]) -> list[PlannedStep]:
         at = list(prompts)
         steps: list[PlannedStep] = []
-        widths = [w for w in self.size.decode_batches for _ in range(steps_per_width)]
         for i in self._order(range(len(widths))):
             chosen = self._order(range(len(prompts)))[: widths[i]]
             rows = tuple(Row(s, at[s], at[s] + 1) for s in chosen)

@@ -2,7 +2,8 @@
 
 Limits are made from the baseline revision's own errors against the reference, never from the last promoted one's, or
 errors would compound; plus a floor, because an fp32 baseline may have an error near zero and any reordered sum would
-fail.
+fail. How a sum rounds is chance, and so is the tail of its errors: the baseline is measured in two orders of its sums,
+and the worse of both counts.
 """
 
 import math
@@ -57,6 +58,12 @@ def spread(errors_n: Tensor) -> Spread:
 
 def rms(x: Tensor) -> float:
     return float(x.double().square().mean().sqrt())
+
+
+def worse(a: Errors, b: Errors) -> Errors:
+    """Quantile by quantile the larger of two runs of one challenge set."""
+    logits = Spread(*(max(getattr(a.logits, q), getattr(b.logits, q)) for q in ("median", "p99", "max")))
+    return Errors(logits, a.positions, tuple(max(pair) for pair in zip(a.kv_l, b.kv_l, strict=True)))
 
 
 def limits(baseline: Errors, logit_scale: float, kv_scale_l: tuple[float, ...], dtype: torch.dtype) -> Limits:

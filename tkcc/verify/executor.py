@@ -20,7 +20,7 @@ from tkcc.engine.tier import arena, protocol, tensors
 from tkcc.engine.tier.arena import Geometry
 from tkcc.engine.tier.protocol import Op, Request, RunnerGoneError, RunnerLateError, Status
 from tkcc.models import llama
-from tkcc.models.forward import Batch, BuildSpec, Cell, KVCache, ModelConfig
+from tkcc.models.forward import Batch, BuildSpec, KVCache, ModelConfig
 from tkcc.verify.clock import RunnerClock
 
 CPU = torch.device("cpu")
@@ -77,10 +77,13 @@ class Local:
         self, config: ModelConfig, weights: Mapping[str, Tensor], dtype: torch.dtype, geometry: Geometry, threads: int
     ) -> None:
         self.block_tokens = geometry.block_tokens
-        spec = BuildSpec(config, dtype, CPU, geometry.block_tokens, geometry.num_blocks, threads)
-        self.kv = make_kv_cache(spec)
-        cells: Sequence[Cell] = ()
-        self.forward = llama.build(spec, weights, cells)
+        self._spec = BuildSpec(config, dtype, CPU, geometry.block_tokens, geometry.num_blocks, threads)
+        self.kv = make_kv_cache(self._spec)
+        self.use(weights)
+
+    def use(self, weights: Mapping[str, Tensor]) -> None:
+        """From now on with these weights; the cache stays."""
+        self.forward = llama.build(self._spec, weights, ())
 
     def step(self, step: StepBatch, timeout_s: float, extra_pages: int = 0, reuse_inputs: bool = False) -> StepResult:
         batch = padded_batch(step, self.block_tokens, extra_pages)

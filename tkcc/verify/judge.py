@@ -5,6 +5,7 @@ It has the reference, the seeds and the only clock, and never learns who propose
 
 import math
 import os
+import random
 import secrets
 import time
 from collections import deque
@@ -15,22 +16,23 @@ import torch
 
 from tkcc.api.report import AlphaTicket, CellReport, Outcome, Report
 from tkcc.api.workload import Recording
-from tkcc.models import llama
-from tkcc.models.forward import BuildSpec
+from tkcc.models.forward import KVCache
 from tkcc.stats.eprocess import bootstrap_log_ratio, median
-from tkcc.verify import challenge, correctness, errors, reference, roofline, speed
-from tkcc.verify.executor import CPU, Local
+from tkcc.verify import challenge, correctness, cost, errors, reference, roofline, speed
+from tkcc.verify.challenge import ChallengeSet
+from tkcc.verify.errors import Limits
+from tkcc.verify.executor import Local, kv_at, slots_of
 from tkcc.verify.link import SupervisorError, SupervisorLink
 from tkcc.verify.model import TierModel, permuted
 from tkcc.verify.speed import Agreement, SpeedTest, Timing
 from tkcc.verify.trial import ReadyChallenge, RefusalError, Runners, SpeedTrial, above_roofline, blame, try_correctness
-from tkcc.verify.workload import Plan, fit_cost, make_plan
+from tkcc.verify.workload import Plan, make_plan
 
-REFERENCE_SHARE_S = {"fast": 2.0, "slow": 12.0}  # what the reference may take per challenge set
+REFERENCE_SHARE_S = {"fast": 1.5, "slow": 6.0}  # what the reference may take per challenge set
 MIN_CHALLENGE_TOKENS, MAX_CHALLENGE_TOKENS = 400, 6000
 CHALLENGES_AHEAD = 2
 MAX_POSITIONS = 8192  # longer requests are cut: a tier's memory is bounded
-AA_PAIRS = 10
+AA_PAIRS = 8
 FIRST_STEP_S = 30.0  # a step's deadline before anything was measured
 
 
@@ -59,13 +61,13 @@ class Judge:
         """Steps, cells and challenge size of these requests. Raises RefusalError if the judge itself is not fit."""
         model = self.model
         max_positions = min(MAX_POSITIONS, model.config.max_positions)
-        weights = model.everything
-        cost_s = fit_cost(model.config, weights, model.dtype, model.threads, max_positions, recording.block_tokens)
+        cost_s = cost.fit(model, max_positions, recording.block_tokens)
         tokens = self._challenge_tokens()
         self.contest = None
         self.challenges.clear()
         self.plan = make_plan(model.config, recording, max_positions, cost_s, tokens, secrets.randbits(62))
-        self.baseline = Local(model.config, weights, model.dtype, self.plan.geometry, model.threads)
+        self.baseline = Local(model.config, model.everything, model.dtype, self.plan.geometry, model.threads)
+        self.twin_permutation = secrets.randbits(62)
         self._prove_reordering_passes()
         return self.plan
 
@@ -80,25 +82,43 @@ class Judge:
     def _prove_reordering_passes(self) -> None:
         """Limits that refuse a right build would refuse every candidate."""
         ready = self._make_challenge()
-        model, plan = self.model, self._need_plan()
-        weights = permuted({**model.weights, **ready.set.norms}, model.config, secrets.randbits(62))
-        build = Local(model.config, weights, model.dtype, plan.geometry, model.threads)
-        run = correctness.run(build, ready.set, secrets.randbits(62), 0.0)
+        run = self._run_baseline(ready.set, permutation=secrets.randbits(62))
         failure = errors.failure(run.errors, ready.limits)
         if failure:
             raise RefusalError(Outcome.QUARANTINED, f"a reordered but equal build fails the limits: {failure}")
-        limits = ready.limits
+        pages, kv = list(run.pages), self.baseline.kv
+        self.content = KVCache(kv.k_lnksd[:, pages], kv.v_lnksd[:, pages])
+        self.agreement = self._agreement(ready.limits)
+
+    def _agreement(self, limits: Limits) -> Agreement:
+        """How far the outputs of timed steps may be apart: these have their own inputs, so their own errors."""
         kv = max(limit / scale for limit, scale in zip(limits.kv_l, limits.kv_scale_l, strict=True))
-        self.agreement = Agreement(
-            speed.AGREEMENT_FACTOR * limits.logits.max / limits.logit_scale, speed.AGREEMENT_FACTOR * kv
+        allowed = Agreement(limits.logits.max / limits.logit_scale, kv).times(speed.AGREEMENT_FACTOR)
+        model, plan = self.model, self._need_plan()
+        twin = Local(
+            model.config,
+            permuted(model.everything, model.config, self.twin_permutation),
+            model.dtype,
+            plan.geometry,
+            model.threads,
         )
+        self.baseline.use(model.everything)
+        both = (self.baseline, twin)
+        speed.copy_kv(self.content, both, secrets.randbits(62))
+        rng = random.Random(secrets.randbits(62))
+        for cell in plan.cells:
+            step = speed.fresh(rng.choice(cell.steps), both, model.config.vocab_size, rng)
+            slots = slots_of(step, plan.geometry.block_tokens)
+            a, b = ((one.step(step, 0.0).logits_bv, *kv_at(one.kv, slots)) for one in both)
+            allowed = allowed.wider(speed.apart(a, b).times(speed.TWIN_FACTOR))
+        return allowed
 
     def take_incumbent(self, digest: str) -> Contest:
         """Run it against itself in another process: what differs is noise. Raises RefusalError, SupervisorError."""
         plan = self._need_plan()
         runners = Runners(self.link, self.model, plan.geometry, self.load_s, self.prepare_s)
         deadlines = [FIRST_STEP_S] * len(plan.cells)
-        trial = SpeedTrial(runners, self.baseline, plan.cells, self.agreement, deadlines, self._progress)
+        trial = SpeedTrial(runners, self.content, plan.cells, self.agreement, deadlines, self._progress)
         timing = Timing.of(plan.cells)
         with runners.open(digest) as a, runners.open(digest) as b, blame(b, incumbent=a):
             pairing = trial.pair(a, b, timing)
@@ -137,14 +157,19 @@ class Judge:
         made = challenge.make(
             model.config, model.weights, model.norms, model.dtype, plan.challenge, secrets.randbits(62)
         )
-        spec = BuildSpec(
-            model.config, model.dtype, CPU, plan.geometry.block_tokens, plan.geometry.num_blocks, model.threads
-        )
-        self.baseline.forward = llama.build(spec, {**model.weights, **made.norms}, ())
-        run = correctness.run(self.baseline, made, secrets.randbits(62), 0.0)
+        runs = [self._run_baseline(made, None), self._run_baseline(made, self.twin_permutation)]
         logit_scale, kv_scales = correctness.scales(made)
-        limits = errors.limits(run.errors, logit_scale, kv_scales, model.dtype)
-        return ReadyChallenge(made, limits, max(run.step_s))
+        limits = errors.limits(errors.worse(runs[0].errors, runs[1].errors), logit_scale, kv_scales, model.dtype)
+        return ReadyChallenge(made, limits, max(runs[0].step_s))
+
+    def _run_baseline(self, made: ChallengeSet, permutation: int | None) -> correctness.ChallengeRun:
+        """In this process, with the set's norm weights; with a permutation, its sums run in another order."""
+        model = self.model
+        weights = {**model.weights, **made.norms}
+        if permutation is not None:
+            weights = permuted(weights, model.config, permutation)
+        self.baseline.use(weights)
+        return correctness.run(self.baseline, made, secrets.randbits(62), 0.0)
 
     @property
     def can_work_ahead(self) -> bool:

@@ -61,6 +61,7 @@ def _make(link: SupervisorLink, start: Message) -> Judge:
     torch.set_num_threads(body["num_threads"])
     model = TierModel(
         config=ModelConfig(**body["config"]),
+        full_layers=body["full_layers"],
         dtype_name=body["dtype"],
         threads=body["num_threads"],
         weights=tensors.views(arena.map_file(weights_fd, writable=False), Layout.from_dict(body["weights"])),

@@ -15,6 +15,7 @@ class TierModel:
     """Weights are sealed memory: nobody can write them. Norms are apart, because challenges replace them."""
 
     config: ModelConfig
+    full_layers: int  # of the whole model; this tier may have fewer
     dtype_name: str
     threads: int
     weights: Mapping[str, Tensor]

@@ -1,20 +1,16 @@
 """From a recorded workload to what the judge measures: cells, the size of challenges, and the memory that both need."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from tkcc.api.workload import Recording
 from tkcc.engine.serve.scheduler import SchedulerConfig
-from tkcc.engine.step import StepBatch, StepKind, StepRequest
+from tkcc.engine.step import StepBatch, StepKind
 from tkcc.engine.tier.arena import Geometry
 from tkcc.models.forward import ModelConfig
 from tkcc.verify.cells import TimedCell, make_cells
-from tkcc.verify.challenge import ChallengeSize
-from tkcc.verify.executor import Local
+from tkcc.verify.challenge import ChallengeSize, decode_widths
 from tkcc.verify.replay import replay
 
 CHUNK_TOKENS = SchedulerConfig().chunk_tokens  # of the widest prefill step
@@ -54,8 +50,7 @@ def _challenge_size(
     contexts = [r.context for cell in cells for step in cell.steps for r in step.requests]
     widths = {len(step.requests) for cell in cells for step in cell.steps if step.kind is StepKind.DECODE} or {1}
     decode_batches = tuple(sorted({1, max(widths), sorted(widths)[len(widths) // 2]}))
-    decodes = 256 // sum(decode_batches) * len(decode_batches) + 2 * len(decode_batches)
-    room = max_positions - decodes - 1
+    room = max_positions - len(decode_widths(decode_batches)) - 1
     long_tokens = max(1, min(max(contexts), room, budget_tokens // 2))
     prompts = [cell.cell.context_tokens for cell in cells if cell.cell.phase == StepKind.PREFILL] or [2 * block_tokens]
     left = max(1, budget_tokens // 2)
@@ -71,10 +66,14 @@ def _geometry(cells: tuple[TimedCell, ...], size: ChallengeSize, max_positions: 
     S = size.block_tokens
     steps = [step for cell in cells for step in cell.steps]
     widest = max(len({b for r in step.requests for b in r.blocks}) for step in steps)
-    width = max(size.decode_batches)
+    width = max(decode_widths(size.decode_batches))
     rows = max(*(len(step.requests) for step in steps), width, len(size.prompt_tokens) + width + 2)
     longest = max(*(r.context for step in steps for r in step.requests), max_positions)
-    sequences = size.long_tokens + sum(2 * n for n in size.prompt_tokens) + width * (5 * S + 300)
+    sequences = (
+        size.long_tokens
+        + sum(2 * n for n in size.prompt_tokens)
+        + width * (3 * S + len(decode_widths(size.decode_batches)))
+    )
     challenge_blocks = 2 * (sequences // S + 2 * rows) + 4
     return Geometry(
         max_requests=rows,
@@ -83,51 +82,3 @@ def _geometry(cells: tuple[TimedCell, ...], size: ChallengeSize, max_positions: 
         num_blocks=max(int(widest * SPARE_BLOCKS_RATIO) + 8, challenge_blocks),
         block_tokens=S,
     )
-
-
-def fit_cost(
-    config: ModelConfig,
-    weights: Mapping[str, Tensor],
-    dtype: torch.dtype,
-    threads: int,
-    max_positions: int,
-    block: int,
-) -> Callable[[StepBatch], float]:
-    """Seconds of a step under the baseline revision, linear in tokens and in attended positions; measured here."""
-    long = min(256, max_positions // 2)
-    geometry = Geometry(8, CHUNK_TOKENS, -(-max_positions // block), 8 * (long // block + 2) + 1, block)
-    baseline = Local(config, weights, dtype, geometry, threads)
-
-    def step(kind: StepKind, batch: int, new: int, context: int) -> StepBatch:
-        pages = -(-context // block)
-        requests = tuple(
-            StepRequest(tuple(range(new)), context - new, tuple(range(1 + b * pages, 1 + (b + 1) * pages)))
-            for b in range(batch)
-        )
-        return StepBatch(kind, requests)
-
-    fits = {}
-    for kind, shapes in (
-        (StepKind.PREFILL, [(1, 8, 8), (1, long // 2, long // 2), (1, long // 2, long)]),
-        (StepKind.DECODE, [(1, 1, 16), (1, 1, long), (4, 1, 16), (8, 1, long)]),
-    ):
-        rows, times = [], []
-        for batch, new, context in shapes:
-            probe = step(kind, batch, min(new, config.vocab_size), context)
-            baseline.step(probe, 0.0)
-            times.append(min(baseline.step(probe, 0.0).elapsed_s for _ in range(2)))
-            rows.append(_features(probe))
-        solution = torch.linalg.lstsq(
-            torch.tensor(rows, dtype=torch.float64), torch.tensor(times, dtype=torch.float64)[:, None]
-        ).solution
-        fits[kind] = solution.flatten().clamp(min=1e-9).tolist()
-
-    def cost_s(batch: StepBatch) -> float:
-        return float(sum(a * b for a, b in zip(fits[batch.kind], _features(batch), strict=True)))
-
-    return cost_s
-
-
-def _features(step: StepBatch) -> list[float]:
-    attended = sum(len(r.tokens) * (r.start + r.context) / 2 for r in step.requests)
-    return [1.0, float(step.num_tokens), float(attended)]

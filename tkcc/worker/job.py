@@ -57,6 +57,7 @@ def run(
     say: Callable[[str], None],
 ) -> Result:
     """Search, accept, write. Raises TierGoneError, and ValueError for a journal of another campaign."""
+    began_s = time.time()  # the budget counts from here: tiers take their time to calibrate
     setup = Setup(work.workload, work.recording, work.incumbent)
     slow, fast = (
         Tier(name, addresses[name].url, addresses[name].token, setup, addresses[name].is_alive)
@@ -73,7 +74,7 @@ def run(
             "incumbent": work.incumbent.digest if work.incumbent else slow.info["baselineDigest"],
             "seed": work.seed,
         }
-        journal = Journal.open(sink.read_journal(), sink.append_journal, identity)
+        journal = Journal.open(sink.read_journal(), sink.append_journal, identity, began_s)
         if journal.num_replayed:
             say(f"going on from a journal of {journal.num_replayed} verdicts")
         context = context_of(fast.info, work.incumbent)

@@ -5,7 +5,6 @@ with the verdicts of the journal in place of measurements.
 """
 
 import json
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -28,8 +27,11 @@ class Journal:
     num_replayed: int = 0
 
     @classmethod
-    def open(cls, lines: Iterable[str], append_line: Callable[[str], None], identity: dict[str, Any]) -> "Journal":
-        """Continue a journal of the same campaign, or begin one. Raises ValueError for another campaign's."""
+    def open(
+        cls, lines: Iterable[str], append_line: Callable[[str], None], identity: dict[str, Any], now_s: float
+    ) -> "Journal":
+        """Continue a journal of the same campaign, or begin one that started at now_s (unix). Raises ValueError for
+        another campaign's."""
         journal = cls(append_line)
         for line in lines:
             if not line.strip():
@@ -41,7 +43,7 @@ class Journal:
             journal._take(entry, identity)
             journal.num_bytes += len(line) + 1
         if not journal.started_at_s:
-            journal.started_at_s = time.time()
+            journal.started_at_s = now_s
             journal._append({"kind": "start", "at": journal.started_at_s, "campaign": identity})
         return journal
 

@@ -7,8 +7,9 @@ import secrets
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 from tkcc.worker.job import TierAddress
 from tkcc.worker.tiers import TierGoneError
@@ -40,8 +41,12 @@ class _Child:
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             start_new_session=True, env=os.environ,
         )  # fmt: skip
-        for stream, take in ((self.process.stdout, self.lines.put), (self.process.stderr, self._remember)):
-            threading.Thread(target=lambda s=stream, t=take: [t(line) for line in s], daemon=True).start()
+        self._readers = [
+            threading.Thread(target=_read, args=(self.process.stdout, self.lines.put), daemon=True),
+            threading.Thread(target=_read, args=(self.process.stderr, self._remember), daemon=True),
+        ]
+        for reader in self._readers:
+            reader.start()
 
     def _remember(self, line: str) -> None:
         self.errors = [*self.errors[-19:], line.rstrip()]
@@ -73,6 +78,16 @@ class _Child:
             except subprocess.TimeoutExpired:
                 self.process.kill()
         self.process.wait()
+        for thread in self._readers:  # they end with the process's last line
+            thread.join(STOP_S)
+        for stream in (self.process.stdout, self.process.stderr):
+            assert stream is not None
+            stream.close()
+
+
+def _read(stream: IO[str] | None, take: Callable[[str], None]) -> None:
+    for line in stream or ():
+        take(line)
 
 
 @contextlib.contextmanager

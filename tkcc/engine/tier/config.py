@@ -5,6 +5,8 @@ from pathlib import Path
 
 GIB = 1 << 30
 MIB = 1 << 20
+MEMORY_FACTOR = 4  # a candidate may keep a few packed copies
+MEMORY_FLOOR_BYTES = 2 * GIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,8 +17,9 @@ class TierLimits:
     load_s: float = 60.0  # import and build() in a runner, with everything compiled
     prepare_s: float = 60.0
     judgement_s: float = 900.0  # one judgement, whatever the judge does in it
-    memory_bytes: int = 12 * GIB
+    memory_bytes: int = 0  # private memory; 0: MEMORY_FACTOR times the weights, plus MEMORY_FLOOR_BYTES
     scratch_bytes: int = 256 * MIB
+    processes: int = 64  # and threads, of a runner or builder
     file_bytes: int = 128 * MIB
     log_bytes: int = 4 * MIB  # written to stdout and stderr before it is killed for flooding
     queue: int = 16  # judgements waiting

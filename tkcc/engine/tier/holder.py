@@ -59,7 +59,8 @@ def main(channel_fd: int, model_dir: Path, num_layers: int, dtype: str) -> int:
     sandbox.hide_memory()
     with socket.socket(fileno=channel_fd) as sock:
         try:
-            config = tier_config(load_config(model_dir), num_layers)
+            full = load_config(model_dir)
+            config = tier_config(full, num_layers)
             loaded = load_weights(model_dir, torch.device("cpu"), tensors.DTYPES[dtype])
             wanted = {k: w for k, w in loaded.items() if layer_of(k) < config.num_layers}
             weights_fd, weights = write_sealed("tkcc-weights", [(k, w) for k, w in wanted.items() if not is_norm(k)])
@@ -72,6 +73,7 @@ def main(channel_fd: int, model_dir: Path, num_layers: int, dtype: str) -> int:
         body = {
             "op": "weights",
             "config": asdict(config),
+            "full_layers": full.num_layers,
             "weights": weights.to_dict(),
             "norms": norms.to_dict(),
             "model_digest": digest,

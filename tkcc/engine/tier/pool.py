@@ -17,11 +17,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tkcc.engine.tier import arena, channel
+from tkcc.engine.tier import arena, channel, pids
 from tkcc.engine.tier.arena import Geometry, Layout
 from tkcc.engine.tier.channel import Message
-from tkcc.engine.tier.config import TierConfig
+from tkcc.engine.tier.config import MEMORY_FACTOR, MEMORY_FLOOR_BYTES, TierConfig
 from tkcc.engine.tier.link import Link, child_environment, start_child, stop_child
+from tkcc.engine.tier.pids import PidLimit
 from tkcc.engine.tier.sandbox import Limits, Profile
 
 FORKSERVER_START_S = 120.0
@@ -49,6 +50,7 @@ class Runner:
     log_fd: int
     scratch: Path
     generation: int
+    pid_limit: PidLimit
     log: bytearray = field(default_factory=bytearray)
     logged_bytes: int = 0
     exit_code: int | None = None
@@ -83,6 +85,7 @@ class Pool:
     def __init__(self, config: TierConfig, weights_fd: int, weights_bytes: int) -> None:
         self._config = config
         self._weights_fd, self._weights_bytes = weights_fd, weights_bytes
+        self._memory_bytes = config.limits.memory_bytes or MEMORY_FACTOR * weights_bytes + MEMORY_FLOOR_BYTES
         self.kind: RunnerKind | None = None
         self._generation = 0
         self._next_id = 0
@@ -214,6 +217,7 @@ class Pool:
         runner_id = self._next_id
         scratch = self._config.cache_dir / "scratch" / f"{os.getpid()}-{runner_id}"
         scratch.mkdir(parents=True)
+        pid_limit = PidLimit(f"tkcc-{os.getpid()}-{runner_id}", self._config.limits.processes)
         step_fd = arena.create("tkcc-step", self.kind.step.num_bytes)
         kv_fd = arena.create("tkcc-kv", self.kind.kv.num_bytes)
         for fd in (step_fd, kv_fd):
@@ -241,8 +245,18 @@ class Pool:
             theirs.close()
             os.close(log_write_fd)
         runner = Runner(
-            runner_id, message.body["pid"], message.fds[0], ours, step_fd, kv_fd, log_fd, scratch, self._generation
+            runner_id,
+            message.body["pid"],
+            message.fds[0],
+            ours,
+            step_fd,
+            kv_fd,
+            log_fd,
+            scratch,
+            self._generation,
+            pid_limit,
         )
+        pid_limit.hold(runner.pid)  # it waits for its driver: nothing of the candidate has run
         self._runners[runner_id] = runner
         asyncio.get_running_loop().add_reader(log_fd, self._drain_log, runner)
         return runner
@@ -250,7 +264,11 @@ class Pool:
     def _profile(self, scratch: Path, build_dir: Path | None) -> Profile:
         limits = self._config.limits
         return Profile(
-            limits=Limits(memory_bytes=limits.memory_bytes, file_bytes=limits.file_bytes),
+            limits=Limits(
+                memory_bytes=self._memory_bytes,
+                file_bytes=limits.file_bytes,
+                processes=pids.rlimit(limits.processes),
+            ),
             readable=(),
             writable=(str(scratch),) if build_dir is None else (str(scratch), str(build_dir)),
             can_start_processes=build_dir is not None,
@@ -268,8 +286,8 @@ class Pool:
                 if runner.exit_code is not None or self.kind is None:
                     continue
                 shared = self._weights_bytes + self.kind.kv.num_bytes + self.kind.step.num_bytes
-                if _resident_bytes(runner.pid) > limits.memory_bytes + shared:
-                    self._kill(runner, f"killed: more than {limits.memory_bytes >> 20} MiB of memory")
+                if _resident_bytes(runner.pid) > self._memory_bytes + shared:
+                    self._kill(runner, f"killed: more than {self._memory_bytes >> 20} MiB of memory")
                 elif _tree_bytes(runner.scratch) > limits.scratch_bytes:
                     self._kill(runner, f"killed: more than {limits.scratch_bytes >> 20} MiB of files")
 
@@ -308,6 +326,7 @@ class Pool:
         runner.control.close()
         for fd in (runner.pidfd, runner.step_fd, runner.kv_fd, runner.log_fd):
             os.close(fd)
+        runner.pid_limit.remove()
         shutil.rmtree(runner.scratch, ignore_errors=True)
 
     def _spawn_task(self, coroutine: Coroutine[Any, Any, None]) -> None:

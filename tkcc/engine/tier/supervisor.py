@@ -92,6 +92,7 @@ class Supervisor:
             raise TierError(str(message.body.get("reason", "the holder failed")))
         self._weights_fd, self._norms_fd = message.fds
         self._model = message.body["config"]
+        self._full_layers = message.body["full_layers"]
         self._weights = Layout.from_dict(message.body["weights"])
         self._norms = Layout.from_dict(message.body["norms"])
         self.baseline = from_dict(Candidate, message.body["baseline"])
@@ -107,6 +108,7 @@ class Supervisor:
             "op": "start",
             "tier": self.config.tier,
             "config": self._model,
+            "full_layers": self._full_layers,
             "dtype": self.config.dtype,
             "device": self.config.device,
             "num_threads": self.config.num_threads,

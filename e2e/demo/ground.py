@@ -3,6 +3,7 @@ reach it."""
 
 import json
 import os
+import shutil
 import subprocess
 import sysconfig
 from collections.abc import Iterator, Mapping
@@ -101,6 +102,7 @@ def ground(watch: Stopwatch) -> Iterator[Ground]:
         yield Ground(cluster.kubeconfig, built, sysconfig.get_paths()["purelib"])
     finally:
         with suppress(OSError):
+            shutil.rmtree(LOGS, ignore_errors=True)
             cluster.keep_logs(LOGS)
         cluster.down()
 

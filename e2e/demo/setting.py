@@ -130,5 +130,8 @@ def closing(ground: Ground, subject: Subject) -> str:
     obj: dict[str, Any] = json.loads(
         ground.kubectl("get", "infdep", subject.name, "-n", subject.namespace, "-o", "json")
     )
-    lines = [f"{c['type']:22s} {c['status']:8s} {c['reason']:24s} {c['message']}" for c in obj["status"]["conditions"]]
+    lines = [
+        f"{c['type']:22s} {c['status']:8s} {c['reason']:24s} {c['message']}"
+        for c in obj.get("status", {}).get("conditions", [])
+    ]
     return f"{table}\n" + "\n".join(lines)

@@ -141,7 +141,8 @@ class Plot:
                 raise StoryError(f"not within {deadline_s:.0f} s: {what}. Conditions: {_conditions(watcher.view)}")
             if self.clock_s() - self._story.told[-1].at_s >= QUIET_S:
                 sent = len(self._story.sent)
-                watcher.tell(Entry("wait", f"until {what}: {waited_s:.0f} s so far, {sent} requests answered", 0))
+                said = f"until {what}: {waited_s:.0f} s so far, {sent} requests answered{_still(watcher.view)}"
+                watcher.tell(Entry("wait", said, 0))
             with suppress(TimeoutError):
                 async with asyncio.timeout(1.0), watcher.changed:
                     await watcher.changed.wait()
@@ -173,6 +174,14 @@ class Plot:
 
     def _load(self, workload: str, trace: str) -> Load:
         return Load(workload, TRACES / f"{trace}.jsonl.gz", LENGTH_FACTOR, TIME_FACTOR, MAX_REPLAY_S)
+
+
+def _still(view: View) -> str:
+    """What is not as it should be, in the operator's words."""
+    conditions = view.status.conditions if view.status else ()
+    good = (ConditionType.ACCEPTED, ConditionType.READY, ConditionType.METRICS_AVAILABLE)
+    wrong = [c for c in conditions if c.type in good and c.status is not ConditionStatus.TRUE]
+    return f"; {wrong[0].type}={wrong[0].status} {wrong[0].reason}: {wrong[0].message}" if wrong else ""
 
 
 def _conditions(view: View) -> str:

@@ -101,6 +101,16 @@ def test_a_plan_has_chunks_shared_pages_moves_and_padding(bench: Bench) -> None:
     assert any(len(step.rows) > 1 for step in plan if step.kind is StepKind.PREFILL), "a ragged prefill"
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_no_step_is_wider_than_the_engine_makes_them(bench: Bench, seed: int) -> None:
+    near_the_limit = replace(SIZE, prompt_tokens=(62, 64))
+    norms = {name: w for name, w in bench.weights.items() if is_norm(name)}
+    rest = {name: w for name, w in bench.weights.items() if not is_norm(name)}
+    made = challenge.make(PLAIN, rest, norms, torch.float32, near_the_limit, seed)
+    widths = [sum(row.end - row.start for row in step.rows) for step in made.plan]
+    assert max(widths) <= near_the_limit.max_step_tokens
+
+
 Tamper = Callable[[StepBatch, Tensor, KVCache], Tensor]
 
 

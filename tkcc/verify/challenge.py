@@ -139,7 +139,8 @@ class _Planner:
         return (*self._prefills(prompts), *self._decodes(prompts, widths))
 
     def _near(self, n: int) -> int:
-        return min(self._int(max(1, n - n // 8), n + n // 8), self.size.long_tokens)
+        """A prompt of about n tokens that one step can take; the long one is there for chunks."""
+        return min(self._int(max(1, n - n // 8), n + n // 8), self.size.long_tokens, self.size.max_step_tokens)
 
     def _share_a_prefix(self, prompts: list[int]) -> None:
         """The last sequence starts with the first one's first blocks."""

@@ -61,7 +61,6 @@ def _build(args: argparse.Namespace) -> None:
     require_root()
     debian.install()
     toolchain.build()
-    images.build_pause()
     images.build_all()
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from e2e.cluster import cache, flags, node, progress, store, toolchain
+from e2e.cluster import cache, flags, images, node, progress, store, toolchain
 from e2e.cluster.controlplane import ControlPlane
 from e2e.cluster.errors import ClusterError, with_tail
 from e2e.cluster.names import ClusterName, free_ports
@@ -43,7 +43,7 @@ class Cluster:
         self.run_dir = self.name.run_dir
         self.sandbox = Sandbox(self.name, toolchain.pause_program())
         self.plane = ControlPlane(name, controller_manager=True, node_ip=flags.NODE_IP, enter=self.sandbox.enter)
-        self.node = node.NodeLayout(self.run_dir, toolchain.bin_dir(), self.name.cgroup)
+        self.node = node.NodeLayout(self.run_dir, toolchain.bin_dir(), self.name.cgroup, images.pause_reference())
 
     # Life
 
@@ -63,6 +63,8 @@ class Cluster:
         """
         require_root()
         toolchain.program("kubelet")
+        if self.node.pause_image not in store.images():
+            raise ClusterError("no images are built yet: run `python -m e2e.cluster build`")
         with cache.lock(self.name.run_dir.with_name(f".{self.name}.lock")), progress.step(f"start cluster {self.name}"):
             self._remove()
             try:

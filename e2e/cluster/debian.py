@@ -23,6 +23,7 @@ PACKAGES = {
     "openssl": "makes certificates",
     "mmdebstrap": "makes the base image",
     "buildah": "builds images",
+    "skopeo": "copies images out of buildah's store",
     "gcc": "builds the pause program",
     "libc6-dev": "builds the pause program",
     "ca-certificates": "fetches packages into images",

@@ -10,7 +10,6 @@ from typing import Any
 
 from e2e.cluster.flags import LOOPBACK, NODE, NODE_IP, POD_CIDR
 
-PAUSE_IMAGE = "localhost/tkcc-pause:local"
 NODE_POD_CIDR = "10.244.0.0/24"  # the controller manager gives the first node the first /24 of POD_CIDR
 CNI_PLUGINS = "/usr/lib/cni"  # Debian's containernetworking-plugins
 RUNC = "/usr/sbin/runc"
@@ -23,6 +22,7 @@ class NodeLayout:
     run_dir: Path
     programs: Path
     cgroup: str
+    pause_image: str
 
     @property
     def socket(self) -> Path:
@@ -53,7 +53,7 @@ disabled_plugins = ["io.containerd.snapshotter.v1.btrfs", "io.containerd.snapsho
 [grpc]
 address = "{at.socket}"
 [{cri}]
-sandbox_image = "{PAUSE_IMAGE}"
+sandbox_image = "{at.pause_image}"
 stream_server_address = "{LOOPBACK}"
 restrict_oom_score_adj = true
 disable_hugetlb_controller = true

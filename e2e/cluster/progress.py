@@ -46,7 +46,7 @@ def run(
     with step(title), log.open("wb") as out:
         start = time.monotonic()
         child = subprocess.Popen(
-            argv,
+            ["setpriv", "--pdeathsig", "KILL", *argv],  # even if we are killed hard, it does not run on
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,

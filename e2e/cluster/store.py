@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from e2e.cluster import cache, progress
-from e2e.cluster.errors import ClusterError
 
 ADD_DEADLINE_S = 600.0
 
@@ -46,7 +45,12 @@ def images() -> list[str]:
 
 @contextmanager
 def layout() -> Iterator[Path]:
-    """A temporary OCI image layout that holds the store's blobs, so that a writer adds only what is new."""
+    """A temporary OCI image layout that holds the store's blobs, so that a writer adds only what is new.
+
+    For one user at a time; what a killed one left goes first.
+    """
+    for left in cache.root().glob("layout-*"):
+        shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix="layout-", dir=cache.root()) as directory:
         blobs = Path(directory) / "blobs" / "sha256"
         blobs.mkdir(parents=True)
@@ -124,8 +128,6 @@ def newest(references: Iterable[str], keep: int) -> list[str]:
 def copy_to(target: Path) -> None:
     """Give a cluster's containerd, not started yet, its root directory."""
     with cache.lock(_lock()):
-        if not images():
-            raise ClusterError("no images are built yet: run `python -m e2e.cluster build`")
         subprocess.run(["cp", "--archive", "--link", str(_root() / "root"), str(target)], check=True, timeout=120)
         for database in target.glob("*/*.db"):
             shared = database.with_suffix(".shared")

@@ -42,7 +42,11 @@ def build() -> None:
 
 def pause_program() -> Path:
     """The path of the pause program, built or not."""
-    return cache.root() / "bin" / f"pause-{cache.digest((HERE / 'pause' / 'pause.c').read_bytes())}" / "pause"
+    return cache.root() / "bin" / f"pause-{pause_key()}" / "pause"
+
+
+def pause_key() -> str:
+    return cache.digest((HERE / "pause" / "pause.c").read_bytes())
 
 
 def module_version(module: str) -> str:

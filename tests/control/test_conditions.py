@@ -135,9 +135,32 @@ def test_ready_waits_for_the_present_spec_and_not_for_old_pods(story):
     old = replace(seen.stable, updated_replicas=1)
     _, status = reconcile(s.spec, s.status, replace(seen, stable=old))
     assert told(status)["Ready"] == ("False", "ReplicasNotReady")
-    assert "1 of 4 pods have the present spec, 4 pods serve" in find_condition(status.conditions, "Ready").message
+    assert (
+        "the present spec is being rolled out to 4 pods; 4 pods serve"
+        in find_condition(status.conditions, "Ready").message
+    )
     s.run(3)
     assert told(s.status)["Ready"][0] == "True"
+
+
+def test_new_pods_that_are_not_ready_beside_old_ones_that_are_do_not_make_ready(story):
+    s = story(start_time=timedelta(minutes=3))
+    s.run(8)
+    s.change({"engine": {"image": "example.org/engine:2"}})
+    s.run(2)
+    seen = s.world.observe().stable
+    assert seen.updated_replicas == seen.ready_replicas == seen.replicas == 4, "the counts alone look whole"
+    assert told(s.status)["Ready"] == ("False", "ReplicasNotReady")
+
+
+def test_ready_is_not_said_of_a_spec_that_no_pod_was_given_yet(story):
+    s = story()
+    s.run(3)
+    s.change({"engine": {"image": "example.org/engine:2"}})
+    s.tick()
+    assert (s.condition("Ready").status, s.condition("Ready").observed_generation) == ("True", 1)
+    s.run(3)
+    assert (s.condition("Ready").status, s.condition("Ready").observed_generation) == ("True", 2)
 
 
 def test_a_pod_that_runs_another_artifact_is_not_ready(story):

@@ -82,6 +82,8 @@ def reason_to_wait(turn: Turn, status: Status, candidate: Revision) -> tuple[str
     needs_approval = is_ours and spec.rollout.approval is Approval.BEFORE_CANARY
     if needs_approval and spec.rollout.approved_artifact != candidate.artifact:
         return "AwaitingApproval", f"set spec.rollout.approvedArtifact to {candidate.artifact} to start its canary"
+    if status.observed_generation != turn.seen.meta.generation:
+        return "ReplicasNotReady", f"{candidate.name} waits until the stable pods have the present spec"
     if not is_whole(turn.seen.stable, status.stable.artifact, spec.replicas):
         return "ReplicasNotReady", f"{candidate.name} waits until all {spec.replicas} stable pods are ready"
     return None

@@ -15,7 +15,7 @@ from tkcc.control.evidence import drift_text
 from tkcc.control.observed import PodSeen
 from tkcc.control.rollout import FORGIVEN
 from tkcc.control.search import brake, wants_drift_run, wants_forced_run
-from tkcc.control.turn import Turn, clock, in_service, live_pods, serves, short_name, stable_plans
+from tkcc.control.turn import Turn, clock, in_service, is_rolled_out, live_pods, serves, short_name, stable_plans
 
 TRUE, FALSE, UNKNOWN = ConditionStatus.TRUE, ConditionStatus.FALSE, ConditionStatus.UNKNOWN
 Told = tuple[ConditionStatus, str, str]  # status, reason, message
@@ -23,7 +23,8 @@ Told = tuple[ConditionStatus, str, str]  # status, reason, message
 _IN_ROLLOUT = (Phase.WARMING, Phase.CANARY, Phase.PROMOTING, Phase.ROLLING_BACK)
 
 
-def conditions_of(turn: Turn, status: Status) -> tuple[Condition, ...]:
+def conditions_of(turn: Turn, before: Status, status: Status) -> tuple[Condition, ...]:
+    """`before` is the status that the turn began with."""
     told: dict[ConditionType, Told] = {
         ConditionType.ACCEPTED: _accepted(turn),
         ConditionType.READY: _ready(turn, status),
@@ -36,6 +37,9 @@ def conditions_of(turn: Turn, status: Status) -> tuple[Condition, ...]:
         ConditionType.ROLLOUT_HEALTHY: _healthy(status),
         ConditionType.DEGRADED: _degraded(turn, status),
     }
+    if before.observed_generation not in (0, turn.seen.meta.generation):
+        # The pods have not been given this generation of the spec yet: Ready stays as it was said of the last one.
+        del told[ConditionType.READY]
     conditions = status.conditions
     known = {(c.type, c.status, c.reason, c.message, c.observed_generation) for c in conditions}
     for type_, (state, reason, message) in told.items():
@@ -77,11 +81,9 @@ def _ready(turn: Turn, status: Status) -> Told:
         if wrong:
             why = f"; {wrong[0]} does not run the artifact that it was given"
         return FALSE, reason, f"{ready} of {want} pods are ready{why}"
-    is_rolling = status.phase not in _IN_ROLLOUT and (not stable.is_current or stable.updated_replicas < want)
-    if is_rolling:
+    if status.phase not in _IN_ROLLOUT and not is_rolled_out(stable):
         reason, why = _why_not_ready(live_pods(stable))
-        text = f"{stable.updated_replicas} of {want} pods have the present spec, {ready} pods serve{why}"
-        return FALSE, reason, text
+        return FALSE, reason, f"the present spec is being rolled out to {want} pods; {ready} pods serve{why}"
     return TRUE, "AllReplicasReady", f"{ready} of {want} pods are ready"
 
 

@@ -11,7 +11,7 @@ from tkcc.api.status import Phase, RolloutStatus, Status
 from tkcc.control.actions import Action, EnsureCanary, EnsureProbed, EnsureService, EnsureStable, EnsureWeight
 from tkcc.control.cohort import Cohorts, cohorts
 from tkcc.control.steps import steps_of
-from tkcc.control.turn import Turn, live_pods
+from tkcc.control.turn import Turn, is_rolled_out, live_pods
 
 
 def place(turn: Turn, before: Phase, status: Status) -> tuple[Action, ...]:
@@ -92,12 +92,7 @@ def _promoted_size(spec: Spec, turn: Turn, rollout: RolloutStatus, num_admitted:
     beside = max(1, spec.replicas - num_admitted)
     if stable is None:
         return spec.replicas
-    has_taken_over = (
-        stable.artifact == rollout.artifact
-        and stable.is_current
-        and min(stable.updated_replicas, stable.ready_replicas) >= beside
-        and stable.updated_replicas == stable.replicas
-    )
+    has_taken_over = stable.artifact == rollout.artifact and is_rolled_out(stable) and stable.ready_replicas >= beside
     has_grown = stable.artifact == rollout.artifact and stable.replicas >= spec.replicas  # and does not shrink again
     return spec.replicas if has_taken_over or has_grown else beside
 

@@ -33,7 +33,7 @@ def reconcile(spec: Spec, status: Status, seen: Observed) -> tuple[tuple[Action,
     measured, noticed = measure(turn, status)
     decided, made = decide(turn, measured)
     decided = _counted(turn, decided)
-    new = replace(decided, conditions=conditions_of(turn, decided))
+    new = replace(decided, conditions=conditions_of(turn, status, decided))
     made = (*noticed, *made, *metrics_events(status, new))
     ensured = tuple(action for action in made if not isinstance(action, EmitEvent))
     events = tuple(action for action in made if isinstance(action, EmitEvent))

@@ -47,11 +47,16 @@ def in_service(serving: ServingSeen | None) -> tuple[PodSeen, ...]:
     return tuple(pod for pod in live_pods(serving) if pod.is_ready and pod.in_service)
 
 
+def is_rolled_out(serving: ServingSeen) -> bool:
+    """Is every pod of the present template and ready, with none of an older one left? The three counts alone do not
+    say: old pods may be ready while as many new ones are not."""
+    counts = (serving.updated_replicas, serving.ready_replicas, len(live_pods(serving)))
+    return serving.is_current and set(counts) == {serving.replicas}
+
+
 def is_whole(stable: ServingSeen | None, artifact: str, replicas: int) -> bool:
     """Has every one of `replicas` stable pods the present template, is ready, and says it runs the artifact?"""
-    if stable is None or not stable.is_current or stable.artifact != artifact:
-        return False
-    if not stable.replicas == stable.updated_replicas == stable.ready_replicas == replicas:
+    if stable is None or stable.artifact != artifact or stable.replicas != replicas or not is_rolled_out(stable):
         return False
     return sum(pod.is_ready and serves(pod, artifact) for pod in live_pods(stable)) >= replicas
 

@@ -5,6 +5,8 @@ Real processes; what is asserted is what clients and the operator can see.
 
 import asyncio
 import json
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -13,10 +15,13 @@ import time
 import httpx
 import pytest
 
+from tests.engine.serve.conftest import ServedProcess
 from tkcc.api.candidate import Artifact, Candidate
 from tkcc.api.codec import from_json, to_json
 from tkcc.api.workload import Quantiles, Recording, Workload
+from tkcc.cli.main import main
 from tkcc.engine.artifact import baseline
+from tkcc.engine.serve.engine import Limits
 from tkcc.models.checkpoint import model_digest
 
 ZERO = Quantiles(0, 0, 0, 0)
@@ -155,7 +160,7 @@ def test_health_answers_while_steps_run(server):
 
 
 def test_a_full_queue_is_a_429_that_says_when_to_come_back(start):
-    server = start("--max-batch", 1, "--max-queue", 1)
+    server = start(max_running=1, limits=Limits(max_waiting=1))
     answers = gather(server, [{"prompt": str(i), **LONG} for i in range(4)])
     codes = sorted(answer.status_code for answer in answers)
     assert codes == [200, 200, 429, 429]
@@ -165,7 +170,7 @@ def test_a_full_queue_is_a_429_that_says_when_to_come_back(start):
 
 
 def test_deadline_body_limit_and_recording_off(start):
-    server = start("--request-timeout-s", 0.3, "--max-body-mib", 1)
+    server = start(request_timeout_s=0.3, max_body_bytes=1 << 20)
     body = {"model": server.name, "prompt": "x", **LONG}
     late = server.post("/v1/completions", body)
     assert late.status_code == 504 and "took over 0.3 s" in late.json()["error"]["message"]
@@ -180,46 +185,30 @@ def test_deadline_body_limit_and_recording_off(start):
 
 def test_when_kv_blocks_run_out_texts_stay_the_same(start, model_dir, server):
     # 1 MiB = 128 blocks of this model; five requests of 450 tokens want 145
-    small = start("--kv-cache-mib", 1, "--max-batch", 5)
+    small = start(kv_cache_mib=1, max_running=5)
     bodies = [{"prompt": f"Story number {i}", "max_tokens": 440, "temperature": 0} for i in range(5)]
-    texts = [answer.json()["choices"][0]["text"] for answer in gather(small, bodies)]
-    assert small.metric("tkcc_engine_preemptions_total") >= 1
-    assert texts == [server.complete(**body)["choices"][0]["text"] for body in bodies]
-
-
-def test_draining_finishes_what_runs_and_refuses_what_comes(start):
-    server = start("--drain-accept-s", 0.4)
-    with httpx.stream(
-        "POST", f"{server.url}/v1/completions", json={"model": server.name, "prompt": "x", "stream": True, **LONG}
-    ) as running:
-        lines = running.iter_lines()
-        next(lines)
-        server.process.terminate()
-        until(lambda: httpx.get(f"{server.url}/health").status_code == 503, "health turns", timeout_s=5)
-        assert server.complete("still accepted", max_tokens=1)
-        until(
-            lambda: server.post("/v1/completions", {"model": server.name, "prompt": "x"}).status_code == 503,
-            "new requests are refused",
-        )
-        assert "data: [DONE]" in list(lines)
-    assert server.wait() == 0 and any("draining, 1 running" in line for line in server.lines)
+    tight, roomy = (
+        [answer.json()["choices"][0]["text"] for answer in gather(target, bodies)] for target in (small, server)
+    )
+    assert small.metric("tkcc_engine_preemptions_total") >= 1 > server.metric("tkcc_engine_preemptions_total")
+    assert tight == roomy
 
 
 def test_a_drain_is_bounded(start):
-    server = start("--drain-accept-s", 0, "--drain-finish-s", 0.3)
+    server = start(drain_accept_s=0, drain_finish_s=0.3)
     with httpx.stream(
         "POST", f"{server.url}/v1/completions", json={"model": server.name, "prompt": "x", "stream": True, **LONG}
     ) as running:
         lines = running.iter_lines()
         next(lines)
-        server.process.terminate()
+        server.signal(signal.SIGTERM)
         assert "shutting down" in [line for line in lines if line][-1]
     assert server.wait(10) == 0
 
 
 def test_an_artifact_serves_under_its_own_digest(start, model_dir, tmp_path, server):
     artifact = write_artifact(tmp_path / "artifact", model_dir)
-    other = start("--artifact", artifact)
+    other = start(artifact=artifact)
     info = httpx.get(f"{other.admin_url}/tkcc/info").json()
     assert info["artifactDigest"] == Candidate((artifact / "candidate.py").read_text(), {}).digest
     assert info["artifactDigest"] != info["baselineDigest"] == baseline().digest
@@ -243,7 +232,7 @@ def build(spec, weights, cells):
 
 def test_one_failed_step_fails_its_requests_only(start, model_dir, tmp_path):
     source = FAILING.format(fault="if Failing.steps == 3: raise RuntimeError('the third step')")
-    server = start("--artifact", write_artifact(tmp_path / "artifact", model_dir, source))
+    server = start(artifact=write_artifact(tmp_path / "artifact", model_dir, source))
     body = {"model": server.name, "prompt": "x", "max_tokens": 9, "temperature": 0}
     failed = server.post("/v1/completions", body)
     assert failed.status_code == 500 and "the third step" in failed.json()["error"]["message"]
@@ -252,21 +241,44 @@ def test_one_failed_step_fails_its_requests_only(start, model_dir, tmp_path):
     assert server.metric("tkcc_engine_kv_usage_ratio") == 0
 
 
+def test_draining_finishes_what_runs_and_refuses_what_comes(start, model_dir, tmp_path):
+    slow = FAILING.format(fault="import time; time.sleep(0.01)")  # 400 tokens take 4 s
+    server = start(drain_accept_s=1.5, artifact=write_artifact(tmp_path / "artifact", model_dir, slow))
+    with httpx.stream(
+        "POST", f"{server.url}/v1/completions", json={"model": server.name, "prompt": "x", "stream": True, **LONG}
+    ) as running:
+        lines = running.iter_lines()
+        next(lines)
+        server.signal(signal.SIGTERM)
+        until(lambda: httpx.get(f"{server.url}/health").status_code == 503, "health turns", timeout_s=1)
+        assert server.complete("still accepted", max_tokens=1)
+        until(
+            lambda: server.post("/v1/completions", {"model": server.name, "prompt": "x"}).status_code == 503,
+            "new requests are refused",
+        )
+        assert "data: [DONE]" in list(lines)
+    assert server.wait() == 0 and any("draining, 1 running" in line for line in server.lines)
+
+
 @pytest.mark.parametrize(
     "case, fault, want",
     [
-        ("it fails again and again", "if Failing.steps > 1: raise RuntimeError('no')", "3 steps failed in a row"),
+        (
+            "it fails again and again",
+            "if Failing.steps > 1: raise RuntimeError('no')",
+            "3 decode steps failed in a row",
+        ),
         (
             "it makes no numbers",
             "if Failing.steps > 1: return kv.k_lnksd.new_full((1, 512), float('nan'))",
             "not finite",
         ),
-        ("it hangs", "if Failing.steps > 1: import time; time.sleep(60)", "decode step took over 1 s"),
+        ("it hangs", "if Failing.steps > 1: import time; time.sleep(4)", "decode step took over 1 s"),
     ],
 )
 def test_a_forward_pass_that_cannot_go_on_ends_the_process(case, fault, want, start, model_dir, tmp_path):
     source = FAILING.format(fault=fault)
-    server = start("--artifact", write_artifact(tmp_path / "artifact", model_dir, source), "--step-timeout-s", 1)
+    server = start(artifact=write_artifact(tmp_path / "artifact", model_dir, source), limits=Limits(step_timeout_s=1))
     for _ in range(3):
         try:
             assert server.post("/v1/completions", {"model": server.name, "prompt": "x"}).status_code == 500
@@ -276,9 +288,17 @@ def test_a_forward_pass_that_cannot_go_on_ends_the_process(case, fault, want, st
     assert any(want in line for line in server.lines) and not any("Traceback" in line for line in server.lines)
 
 
-def run_refused(*options):
-    command = [sys.executable, "-m", "tkcc", "serve", "--port", "0", "--admin-port", "0", *map(str, options)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+@pytest.fixture
+def refused(capfd):
+    """Runs `tkcc serve` with these options, in this process; gives the one line that it ends with."""
+
+    def run(*options):
+        code = main(["serve", "--port", "0", "--admin-port", "0", *map(str, options)])
+        said = capfd.readouterr().err.strip().splitlines()
+        assert code == 2 and len(said) == 1, (code, said)
+        return said[0]
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -296,11 +316,9 @@ def run_refused(*options):
         ),
     ],
 )
-def test_an_artifact_that_does_not_match_is_refused(case, spoil, want, model_dir, tmp_path):
+def test_an_artifact_that_does_not_match_is_refused(case, spoil, want, model_dir, tmp_path, refused):
     artifact = write_artifact(tmp_path / "artifact", model_dir, **spoil)
-    done = run_refused("--model", model_dir, "--artifact", artifact, "--dtype", "float32")
-    assert done.returncode == 2 and want in done.stderr, done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+    assert want in refused("--model", model_dir, "--artifact", artifact, "--dtype", "float32", "--threads", 1)
 
 
 @pytest.mark.parametrize(
@@ -313,29 +331,39 @@ def test_an_artifact_that_does_not_match_is_refused(case, spoil, want, model_dir
         ("no such device", lambda tmp, model: ["--model", model, "--device", "cuda"], "--device cuda"),
         (
             "no room for KV",
-            lambda tmp, model: ["--model", model, "--kv-cache-mib", 1, "--block-tokens", 512],
+            lambda tmp, model: ["--model", model, "--kv-cache-mib", 1, "--block-tokens", 2048],
             "too small",
         ),
         ("a nonsensical number", lambda tmp, model: ["--model", model, "--threads", 0], "--threads must be at least 1"),
     ],
 )
-def test_a_start_that_cannot_work_is_one_line_and_exit_code_2(case, arrange, want, model_dir, tmp_path):
-    done = run_refused(*arrange(tmp_path, model_dir))
-    assert done.returncode == 2 and want in done.stderr, done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+def test_a_start_that_cannot_work_is_one_line_and_exit_code_2(case, arrange, want, model_dir, tmp_path, refused):
+    assert want in refused(*arrange(tmp_path, model_dir))
 
 
-def test_a_port_in_use_is_named(model_dir):
+def test_a_port_in_use_is_named(model_dir, refused):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        done = run_refused("--model", model_dir, "--port", port)
-    assert done.returncode == 2 and f"cannot listen on 127.0.0.1:{port}" in done.stderr
+        assert f"cannot listen on 127.0.0.1:{port}" in refused("--model", model_dir, "--port", port)
 
 
-def test_cores_are_pinned_and_a_wrong_list_is_refused(start, monkeypatch):
-    server = start(environment={"TKCC_CPUS": "0"})
-    with open(f"/proc/{server.process.pid}/status") as status:
-        assert "Cpus_allowed_list:\t0\n" in status.readlines()
+def test_a_wrong_list_of_cores_is_refused(model_dir, refused, monkeypatch):
     monkeypatch.setenv("TKCC_CPUS", "zero")
-    done = run_refused("--model", ".")
-    assert done.returncode == 2 and "TKCC_CPUS=zero" in done.stderr
+    assert "TKCC_CPUS=zero" in refused("--model", model_dir)
+
+
+def test_the_process_is_pinned_to_its_cores(tmp_path):
+    core = str(min(os.sched_getaffinity(0)))
+    code = "import os; from tkcc.engine.host import pin_to_cpus; pin_to_cpus(); print(os.sched_getaffinity(0))"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "TKCC_CPUS": core})
+    assert done.stdout.strip() == f"{{{core}}}"
+
+
+def test_a_real_process_ends_by_itself_when_its_engine_is_broken(model_dir, tmp_path):
+    source = FAILING.format(fault="import time; time.sleep(300)")
+    artifact = write_artifact(tmp_path / "artifact", model_dir, source.replace("def decode", "def prefill"))
+    # A thread that hangs must not keep the process alive.
+    server = ServedProcess.start(model_dir, "--artifact", artifact, "--step-timeout-s", 1)
+    server.process.terminate()
+    assert server.wait(60) in (0, -signal.SIGTERM)  # stopped while loading, or before it could listen to signals

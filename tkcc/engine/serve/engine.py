@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from tkcc.engine.serve.request import Outcome, Request, SampledToken, SamplingParams
 from tkcc.engine.serve.scheduler import ScheduledStep, Scheduler
+from tkcc.engine.step import StepKind
 
 RunStep = Callable[[ScheduledStep], Sequence[SampledToken | None]]
 
@@ -22,7 +23,7 @@ RunStep = Callable[[ScheduledStep], Sequence[SampledToken | None]]
 class Limits:
     max_waiting: int = 128  # requests that wait for a place in a step
     step_timeout_s: float = 300.0  # a step that takes longer hangs
-    max_failed_steps: int = 3  # in a row: then the engine gives up, as a device error would never go away
+    max_failed_steps: int = 3  # of one kind in a row: then the engine gives up, as a device error would never go away
 
 
 class QueueFullError(Exception):
@@ -107,7 +108,8 @@ class Engine:
         self._tickets: dict[Request, Ticket] = {}
         self._wake = asyncio.Event()
         self._durations_s: deque[float] = deque(maxlen=32)
-        self._num_failed_steps = 0
+        # In a row, by kind: when every decode fails, the prefills between them may still go well.
+        self._num_failed = dict.fromkeys(StepKind, 0)
         self.is_accepting = True
 
     @property
@@ -164,7 +166,7 @@ class Engine:
             except Exception as err:  # a forward pass may raise anything
                 self._fail_step(step, err)
             else:
-                self._num_failed_steps = 0
+                self._num_failed[step.batch.kind] = 0
                 self._commit(step, tokens)
 
     async def drain(self, timeout_s: float) -> None:
@@ -195,9 +197,10 @@ class Engine:
         for request in step.requests:
             if request in self._tickets:
                 self.end(self._tickets[request], Outcome.ERROR, StepFailedError(reason))
-        self._num_failed_steps += 1
-        if self._num_failed_steps >= self.limits.max_failed_steps:
-            self._give_up(f"{self._num_failed_steps} steps failed in a row, the last with {reason}")
+        kind = step.batch.kind
+        self._num_failed[kind] += 1
+        if self._num_failed[kind] >= self.limits.max_failed_steps:
+            self._give_up(f"{self._num_failed[kind]} {kind} steps failed in a row, the last with {reason}")
 
     def _give_up(self, reason: str) -> None:
         self.is_accepting = False

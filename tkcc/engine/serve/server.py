@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from aiohttp import web
@@ -33,12 +33,16 @@ from tkcc.engine.serve.scheduler import Scheduler, SchedulerConfig
 from tkcc.models.checkpoint import CheckpointError
 
 EXIT_OK, EXIT_BROKEN, EXIT_REFUSED = 0, 1, 2
+EXIT_STOPPED_LOADING = 3  # to the outside it is EXIT_OK
 
 
 class Server:
-    def __init__(self, options: ServeOptions, cold_start: ColdStart) -> None:
+    """One server's life. `run` and `stop` belong to one event loop; `say` gets lines for people."""
+
+    def __init__(self, options: ServeOptions, cold_start: ColdStart, say: Callable[[str], None]) -> None:
         self._options = options
         self._cold_start = cold_start
+        self._say = say
         self._started_at = utc_iso(time.time())
         recorder = Recorder(options.record, options.block_tokens) if options.record else None
         self._accounts = Accounts(Metrics(), RequestLog(options.log_requests), recorder, options.block_tokens)
@@ -47,12 +51,13 @@ class Server:
         self._info: dict[str, Any] | None = None
         self._signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
 
+    def stop(self, number: signal.Signals) -> None:
+        """What a signal does: SIGTERM drains, SIGINT or any second one ends at once."""
+        self._signals.put_nowait(number)
+
     async def run(self) -> int:
-        """Serve until a signal; returns the process's exit code. What went wrong is printed as one line."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._signals.put_nowait, number)
-        runners = []
+        """Serve until stopped; returns the process's exit code. What went wrong is said in one line."""
+        runners: list[web.AppRunner] = []
         try:
             with self._cold_start.phase("listen"):
                 admin = AdminApi(self._public, self._accounts, lambda: self._info)
@@ -61,10 +66,10 @@ class Server:
                 runners.append(await _listen(admin.app(), self._options.host, self._options.admin_port))
             return await self._load_and_serve([runner.addresses[0] for runner in runners])
         except (CheckpointError, ArtifactError, ChatTemplateError, ListenError) as err:
-            _say(f"tkcc: {err}")
+            self._say(f"tkcc: {err}")
             return EXIT_REFUSED
         except EngineBrokenError as err:
-            _say(f"tkcc: the engine is broken: {err}")
+            self._say(f"tkcc: the engine is broken: {err}")
             return EXIT_BROKEN
         finally:
             for runner in runners:
@@ -75,11 +80,11 @@ class Server:
         stopping = asyncio.create_task(self._signals.get())
         await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if not loading.done():
-            _say("tkcc: stopped while loading")
-            os._exit(EXIT_OK)  # the loading thread cannot be interrupted, and nobody waits for an answer
+            self._say("tkcc: stopped while loading")
+            return EXIT_STOPPED_LOADING
         engine = self._start(loading.result())
         (host, port), (_, admin_port) = addresses[0][:2], addresses[1][:2]
-        _say(
+        self._say(
             f"tkcc: serving {self._public.model_name} on http://{host}:{port}, admin port {admin_port},"
             f" after {self._cold_start.phases_s['total']:.1f} s"
         )
@@ -144,7 +149,7 @@ class Server:
             task.cancel()
 
         if first is signal.SIGTERM:
-            _say(f"tkcc: draining, {engine.num_running} running and {engine.num_waiting} waiting")
+            self._say(f"tkcc: draining, {engine.num_running} running and {engine.num_waiting} waiting")
             await wait_for(asyncio.sleep(self._options.drain_accept_s))
             if not patience.done():
                 await wait_for(engine.drain(self._options.drain_finish_s))
@@ -177,10 +182,17 @@ def _max_context(options: ServeOptions, loaded: Loaded) -> int:
     return min(loaded.config.max_positions, in_cache, options.max_context or in_cache)
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def serve(options: ServeOptions, cold_start: ColdStart) -> int:
     """Run one server in this process until a signal ends it; returns the exit code."""
-    return asyncio.run(Server(options, cold_start).run())
+
+    async def run() -> int:
+        server = Server(options, cold_start, lambda text: print(text, file=sys.stderr, flush=True))
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, server.stop, number)
+        code = await server.run()
+        if code in (EXIT_BROKEN, EXIT_STOPPED_LOADING):
+            # A thread may hang in a step, or load for a minute yet, and Python would wait for it.
+            os._exit(EXIT_BROKEN if code == EXIT_BROKEN else EXIT_OK)
+        return code
+
+    return asyncio.run(run())

@@ -1,10 +1,12 @@
 """A real API server for every test that asks for `plane`: etcd, kube-apiserver and controller manager, started once,
 with the chart's CRDs and rights installed. No kubelet: tests.fakes.kubelet stands in for it."""
 
+import asyncio
 import itertools
 import json
 import subprocess
 from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +26,18 @@ def plane() -> Iterator[Any]:
         pytest.skip("Kubernetes is not built: run `python -m e2e.cluster build --programs-only` (20 minutes, once)")
     with ControlPlane("shell-tests", controller_manager=True) as running:
         running.kubectl("create", "namespace", SYSTEM)
-        running.kubectl("apply", "-f", "-", stdin=_installed(toolchain.program("helm")))
+        running.kubectl("apply", "-f", "-", stdin=rendered_chart("crds", "rbac"))
         running.kubectl("wait", "--for=condition=Established", "crd", "--all")
         yield running
 
 
-def _installed(helm: Path) -> str:
-    """The chart without the operator's own Deployment, of which no pod could run here."""
-    templates = [f"--show-only=templates/{name}.yaml" for name in ("crds", "rbac")]
-    argv = [str(helm), "template", "tkcc", str(REPOSITORY / "charts" / "tkcc"), f"--namespace={SYSTEM}", *templates]
+def rendered_chart(*templates: str) -> str:
+    """Some templates of the chart: not the operator's own Deployment, of which no pod could run here."""
+    from e2e.cluster import toolchain
+
+    show = [f"--show-only=templates/{name}.yaml" for name in templates]
+    helm, chart = str(toolchain.program("helm")), str(REPOSITORY / "charts" / "tkcc")
+    argv = [helm, "template", "tkcc", chart, f"--namespace={SYSTEM}", *show]
     return subprocess.run(argv, capture_output=True, text=True, check=True).stdout
 
 
@@ -52,12 +57,20 @@ def namespace(plane: Any) -> str:
     return name
 
 
+@asynccontextmanager
+async def connected(kubeconfig: Path) -> AsyncIterator[Any]:
+    """A Cluster whose connections are really closed when the test's event loop ends: TLS takes a few rounds for it."""
+    from tkcc.kube.cluster import connect
+
+    async with connect(kubeconfig) as cluster:
+        yield cluster
+    await asyncio.sleep(0.1)
+
+
 @pytest.fixture
 async def admin(plane: Any) -> AsyncIterator[Any]:
     """The API as an administrator."""
-    from tkcc.kube.cluster import connect
-
-    async with connect(plane.kubeconfig) as cluster:
+    async with connected(plane.kubeconfig) as cluster:
         yield cluster
 
 
@@ -71,7 +84,5 @@ def operator_kubeconfig(plane: Any) -> Path:
 @pytest.fixture
 async def cluster(operator_kubeconfig: Path) -> AsyncIterator[Any]:
     """The API as the operator."""
-    from tkcc.kube.cluster import connect
-
-    async with connect(operator_kubeconfig) as found:
+    async with connected(operator_kubeconfig) as found:
         yield found

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from tests.conftest import connected
 from tkcc.kube.cluster import STATUS, TRAFFIC, WORKLOAD, Cluster, connect
 from tkcc.kube.errors import AlreadyExists, ClusterError, Conflict, Forbidden, Invalid, NotFound
 from tkcc.kube.resources import CONFIG_MAP, INFERENCE_DEPLOYMENT, POD, SECRET, SERVICE
@@ -130,7 +131,7 @@ async def test_lists_are_whole_selected_and_typed(cluster: Cluster, namespace: s
 
 
 async def test_what_is_not_granted_is_forbidden(plane, namespace: str):
-    async with connect(plane.service_account_kubeconfig(namespace, "default")) as nobody:
+    async with connected(plane.service_account_kubeconfig(namespace, "default")) as nobody:
         with pytest.raises(Forbidden, match="secrets"):
             await nobody.list(SECRET, namespace)
 

@@ -14,11 +14,10 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.conftest import REPOSITORY, SYSTEM
+from tests.conftest import REPOSITORY, SYSTEM, connected
 from tests.fakes.kubelet import FakeKubelet
 from tests.shell.conftest import QUICK, Traffic, World
 from tkcc.api.status import Phase, Status
-from tkcc.kube.cluster import connect
 from tkcc.kube.errors import ClusterError
 from tkcc.kube.resources import DEPLOYMENT, INFERENCE_DEPLOYMENT, LEASE, RECOMPILATION_RUN, SERVICE
 
@@ -102,7 +101,7 @@ async def operator(operator_kubeconfig: Path, namespace: str, tmp_path: Path) ->
 @pytest.fixture
 async def user(plane: Any, namespace: str) -> AsyncIterator[World]:
     """A user of the test's namespace. Its turns are not run: the operator's process runs them."""
-    async with connect(plane.kubeconfig) as admin, httpx.AsyncClient() as http:
+    async with connected(plane.kubeconfig) as admin, httpx.AsyncClient() as http:
         yield World(admin, admin, namespace, http)
 
 

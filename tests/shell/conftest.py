@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.conftest import connected
 from tests.fakes.kubelet import FakeKubelet
 from tkcc.api.candidate import Artifact, candidate_digest
 from tkcc.api.codec import from_dict, to_json
@@ -16,7 +17,7 @@ from tkcc.api.condition import Condition, find_condition
 from tkcc.api.spec import Spec
 from tkcc.api.status import Status
 from tkcc.api.workload import Quantiles, Workload
-from tkcc.kube.cluster import Cluster, connect
+from tkcc.kube.cluster import Cluster
 from tkcc.kube.errors import ClusterError, Conflict
 from tkcc.kube.resources import CONFIG_MAP, INFERENCE_DEPLOYMENT, POD, RECOMPILATION_RUN, JsonObject
 from tkcc.shell.drive import Key
@@ -95,8 +96,8 @@ class World:
         assert found, f"no condition {type_}"
         return found
 
-    async def artifact(self, source: str, **labels: str) -> str:
-        """A hand-made artifact ConfigMap; its digest."""
+    async def artifact(self, source: str, owner: JsonObject | None = None) -> str:
+        """A hand-made artifact ConfigMap; its digest. One with an owner is labelled as the operator labels it."""
         digest = candidate_digest(source, {})
         manifest = Artifact(
             digest=digest,
@@ -112,10 +113,13 @@ class World:
             judge_source_hash="0",
             traffic_source="synthetic",
         )
+        meta: JsonObject = {"namespace": self.namespace, "name": f"tkcc-artifact-{digest[:16]}"}
+        if owner:
+            meta |= {"ownerReferences": [owner], "labels": {"app.kubernetes.io/component": "artifact"}}
         obj = {
             "apiVersion": "v1",
             "kind": "ConfigMap",
-            "metadata": {"namespace": self.namespace, "name": f"tkcc-artifact-{digest[:16]}", "labels": labels},
+            "metadata": meta,
             "immutable": True,
             "data": {"manifest.json": to_json(manifest), "candidate.py": source, "report.json": "{}"},
         }
@@ -156,8 +160,8 @@ class Traffic:
 @pytest.fixture
 async def world(plane: Any, operator_kubeconfig: Path, namespace: str) -> AsyncIterator[World]:
     async with (
-        connect(plane.kubeconfig) as admin,
-        connect(operator_kubeconfig) as cluster,
+        connected(plane.kubeconfig) as admin,
+        connected(operator_kubeconfig) as cluster,
         httpx.AsyncClient(trust_env=False) as http,
     ):
         made = World(admin, cluster, namespace, http)

@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import connected
 from tests.shell.conftest import QUICK, WORKLOAD, Traffic, World
 from tkcc.api.candidate import Artifact, candidate_digest
 from tkcc.api.codec import from_json, to_json
-from tkcc.api.run import RunOutcome, RunResult
+from tkcc.api.fields import BASELINE
+from tkcc.api.run import RunOutcome, RunResult, RunSpec, Trigger
+from tkcc.api.spec import ModelSpec
 from tkcc.api.status import Phase
 from tkcc.api.workload import Recording, Workload
-from tkcc.kube.cluster import WORKER, connect
+from tkcc.kube.cluster import WORKER
 from tkcc.kube.errors import Forbidden, Invalid
 from tkcc.kube.resources import (
     CONFIG_MAP,
@@ -32,10 +35,22 @@ from tkcc.kube.resources import (
     JsonObject,
     Kind,
 )
+from tkcc.shell.render.names import Owner, artifact_name
+from tkcc.shell.render.run import recompilation_run
 
 pytestmark = pytest.mark.shell
 
 SPEC: dict[str, Any] = {**QUICK, "replicas": 2, "traffic": {"recording": {"enabled": True}}}
+ONE_RUN = {"runHistoryLimit": 1}
+RUN_SPEC = RunSpec(
+    deployment="llama",
+    workload=WORKLOAD,
+    workload_digest=WORKLOAD.digest,
+    incumbent=BASELINE,
+    trigger=Trigger.TOKEN,
+    model=ModelSpec(uri="pvc://weights/smol", name="smol"),
+)
+ENDED = {"type": "Succeeded", "status": "False", "reason": "NoImprovement", "message": "", "observedGeneration": 1}
 SOURCE = "def build(spec, weights, cells):\n    return None\n"
 
 
@@ -147,7 +162,7 @@ async def test_the_job_is_told_where_its_tiers_are_and_what_was_served(world: Wo
 
 async def test_a_worker_can_write_its_own_result_and_status_and_nothing_else(plane, world: World, run: JsonObject):
     name, namespace = run["metadata"]["name"], world.namespace
-    async with connect(plane.service_account_kubeconfig(namespace, name)) as worker:
+    async with connected(plane.service_account_kubeconfig(namespace, name)) as worker:
         await worker.merge(CONFIG_MAP, namespace, f"{name}-result", {"data": {"journal.jsonl": "{}"}}, WORKER)
         assert await worker.get(CONFIG_MAP, namespace, f"{name}-result")
         kind = RECOMPILATION_RUN
@@ -250,6 +265,30 @@ async def test_deleting_the_deployment_takes_the_run_and_all_of_it(world: World,
 
     everything = [*owned_by_run(name), (RECOMPILATION_RUN, name), (CONFIG_MAP, f"{name}-traffic"), (SERVICE, "llama")]
     await until_gone(world, everything, nothing)
+
+
+async def test_what_is_beyond_its_limit_goes(world: World):
+    """Finished runs and artifacts that nothing refers to; the newest stay, and so does what others own."""
+    obj = await world.apply(
+        replicas=2, **{**QUICK, "rollout": {**QUICK["rollout"], "revisionHistoryLimit": 1}}, recompilation=ONE_RUN
+    )
+    reference = Owner.of(obj).reference
+    owned = [await world.artifact(f"x = {i}\n", owner=reference) for i in range(2)]
+    foreign = await world.artifact("y = 1\n")
+    names = [f"llama-{i}" for i in range(2)]
+    for name in names:
+        made = recompilation_run(Owner.of(obj), name, RUN_SPEC)
+        made = await world.admin.create(made, "test")
+        ended = {"conditions": [{**ENDED, "lastTransitionTime": "2026-01-01T00:00:00Z"}]}
+        version = made["metadata"]["resourceVersion"]
+        await world.admin.merge_status(RECOMPILATION_RUN, world.namespace, name, version, ended, WORKER)
+    await world.until(lambda status: bool(status.conditions))
+    await world.turn()
+    runs = await world.admin.list(RECOMPILATION_RUN, world.namespace)
+    assert len(runs) == 1
+    maps = {have["metadata"]["name"] for have in await world.admin.list(CONFIG_MAP, world.namespace)}
+    assert len(maps & {artifact_name(digest) for digest in owned}) == 1
+    assert artifact_name(foreign) in maps
 
 
 def _page(world: World) -> bytes:

@@ -19,7 +19,7 @@ from e2e.demo.clock import Stopwatch
 from e2e.demo.cross import fill_cross
 from e2e.demo.facts import Story, Told, report
 from e2e.demo.page import clock, render_page
-from e2e.demo.setting import EXAMPLE, REPOSITORY, Subject, closing, install, machine, provide_weights, remove
+from e2e.demo.setting import REPOSITORY, Subject, closing, install, machine, provide_weights, remove
 from e2e.demo.story import Plot, StoryError
 
 MODEL = "smollm2-135m-instruct"
@@ -56,7 +56,7 @@ def clean() -> int:
     there = grounds.given()
     if there:
         toolchain.build()
-        remove(there, Subject.read(EXAMPLE))
+        remove(there, Subject.read())
     else:
         Cluster(grounds.CLUSTER_NAME).down()
     shutil.rmtree(OUT, ignore_errors=True)
@@ -65,7 +65,7 @@ def clean() -> int:
 
 def tell() -> int:
     watch, story = Stopwatch(), Story(machine=machine())
-    subject = Subject.read(EXAMPLE)
+    subject = Subject.read()
     OUT.mkdir(parents=True, exist_ok=True)
     try:
         with grounds.ground(watch) as ground:

@@ -29,6 +29,7 @@ from e2e.demo.setting import Subject
 from tkcc.api.candidate import Artifact, Candidate
 from tkcc.api.codec import from_dict, from_json, to_dict
 from tkcc.api.report import AlphaTicket, Report
+from tkcc.api.spec import Spec
 
 PAIRS = 60  # of interleaved timings for each cell of the table
 START_DEADLINE_S, CELL_DEADLINE_S = 120.0, 180.0
@@ -63,12 +64,12 @@ async def measure(
     candidates: Mapping[str, Candidate],
     traffics: Mapping[str, Traffic],
     model_dir: Path,
-    cpus: str,
+    spec: Spec,
     say: Callable[[str], None],
 ) -> list[Ratio]:
     """One Ratio per artifact and workload. Raises CrossError."""
     ratios = []
-    async with _slow_tier(model_dir, cpus) as tier:
+    async with _slow_tier(model_dir, spec) as tier:
         for workload, traffic in traffics.items():
             await _call(tier, "PUT", "/v1/workload", {"workload": traffic.workload, "recording": traffic.recording})
             await _call(tier, "PUT", "/v1/incumbent", {})
@@ -111,19 +112,21 @@ async def _call(tier: httpx.AsyncClient, method: str, path: str, body: Mapping[s
 
 
 @asynccontextmanager
-async def _slow_tier(model_dir: Path, cpus: str) -> AsyncIterator[httpx.AsyncClient]:
+async def _slow_tier(model_dir: Path, spec: Spec) -> AsyncIterator[httpx.AsyncClient]:
     """A tier engine of all layers on this machine, ended with the block."""
     with TemporaryDirectory(prefix="tkcc-cross-") as scratch:
         token = secrets.token_urlsafe(32)
         token_file = Path(scratch) / "token"
         token_file.touch(mode=0o600)
         token_file.write_text(token)
+        tiers = spec.recompilation.tiers
         words = ["tier", "--model", str(model_dir), "--tier", "slow", "--layers", "all", "--port", "0"]
+        words += ["--dtype", spec.engine.dtype, "--threads", str(tiers.threads or spec.engine.threads or 1)]
         LOG.parent.mkdir(parents=True, exist_ok=True)
         with LOG.open("wb") as log:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "tkcc", *words, "--token-file", str(token_file)),
-                env={**os.environ, **({"TKCC_CPUS": cpus} if cpus else {})},
+                env={**os.environ, **({"TKCC_CPUS": tiers.cpus} if tiers.cpus else {})},
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
             )
@@ -167,6 +170,6 @@ async def fill_cross(
         candidates = {label: read_candidate(ground, subject.namespace, by_label[label]) for label in labels}
         traffics = {label: read_traffic(ground, subject.namespace, run_of[label]) for label in labels}
         if candidates:
-            story.cross = await measure(candidates, traffics, model_dir, subject.tier_cpus, say)
+            story.cross = await measure(candidates, traffics, model_dir, subject.spec, say)
     except (CrossError, ClusterError) as err:
         story.cross_note = f"Not measured: {err}."

@@ -3,14 +3,14 @@
 import json
 import os
 import platform
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from e2e.cluster import progress
-from e2e.cluster.errors import ClusterError
+from e2e.cluster import cache, progress
 from e2e.demo.clock import Stopwatch
 from e2e.demo.ground import Ground, image_values, manifest
 from tkcc.api.codec import from_dict
@@ -18,6 +18,7 @@ from tkcc.api.spec import Spec, model_claim
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLE = REPOSITORY / "examples" / "smollm2.yaml"
+PACE = Path(__file__).with_name("pace.yaml")
 CHART = REPOSITORY / "charts" / "tkcc"
 SYSTEM_NAMESPACE = "tkcc-system"
 INSTALL_DEADLINE_S = 120.0
@@ -25,22 +26,27 @@ INSTALL_DEADLINE_S = 120.0
 
 @dataclass(frozen=True)
 class Subject:
-    """The InferenceDeployment that the story is about."""
+    """The InferenceDeployment that the story is about: the example, at the demo's pace."""
 
-    path: Path
+    obj: dict[str, Any]
     name: str
     namespace: str
-    model_uri: str
-    tier_cpus: str
+    spec: Spec
 
     @classmethod
-    def read(cls, path: Path) -> "Subject":
-        objects = [obj for obj in yaml.safe_load_all(path.read_text()) if obj]
-        subject = next(obj for obj in objects if obj["kind"] == "InferenceDeployment")
-        meta = subject["metadata"]
-        spec = from_dict(Spec, subject["spec"])
-        cpus = spec.recompilation.tiers.cpus
-        return cls(path, meta["name"], meta.get("namespace", "default"), spec.model.uri, cpus)
+    def read(cls, example: Path = EXAMPLE, pace: Path = PACE) -> "Subject":
+        """Raises ValueError where the two do not make a valid spec."""
+        obj = _merge(yaml.safe_load(example.read_text()), yaml.safe_load(pace.read_text()))
+        meta = obj["metadata"]
+        meta.setdefault("namespace", "default")
+        return cls(obj, meta["name"], meta["namespace"], from_dict(Spec, obj["spec"]))
+
+
+def _merge(into: Any, patch: Any) -> Any:
+    """JSON merge patch (RFC 7386) without its nulls."""
+    if not isinstance(into, dict) or not isinstance(patch, dict):
+        return patch
+    return {**into, **{key: _merge(into.get(key), value) for key, value in patch.items()}}
 
 
 def install(ground: Ground, watch: Stopwatch) -> None:
@@ -58,16 +64,15 @@ def install(ground: Ground, watch: Stopwatch) -> None:
 
 
 def provide_weights(ground: Ground, subject: Subject, model_dir: Path) -> None:
-    """A read-only claim on the model's directory of this machine, unless the cluster has the claim already."""
-    claim, path = model_claim(subject.model_uri)
+    """A read-only claim on the model's files of this machine, unless the cluster has the claim already."""
+    claim, path = model_claim(subject.spec.model.uri)
     have = ground.kubectl("get", "pvc", claim, "-n", subject.namespace, "--ignore-not-found", "-o", "name")
     if have.strip():
         return
-    root = model_dir
-    for _ in filter(None, path.split("/")):
-        root = root.parent
-    if root / path != model_dir and path:
-        raise ClusterError(f"{subject.path} wants {subject.model_uri}, but the model is in {model_dir}")
+    root = cache.root() / "claims" / claim  # laid out as the claim promises, by hard links
+    shutil.rmtree(root, ignore_errors=True)
+    (root / path).parent.mkdir(parents=True, exist_ok=True)
+    shutil.copytree(model_dir, root / path, copy_function=os.link, dirs_exist_ok=True)
     volume = {
         "apiVersion": "v1",
         "kind": "PersistentVolume",
@@ -96,12 +101,12 @@ def provide_weights(ground: Ground, subject: Subject, model_dir: Path) -> None:
 
 
 def _volume(subject: Subject) -> str:
-    return f"{subject.namespace}-{model_claim(subject.model_uri)[0]}"
+    return f"{subject.namespace}-{model_claim(subject.spec.model.uri)[0]}"
 
 
 def remove(ground: Ground, subject: Subject) -> None:
     """All that a demo put into a cluster, in the order in which nothing is left hanging."""
-    claim, _ = model_claim(subject.model_uri)
+    claim, _ = model_claim(subject.spec.model.uri)
     gone = ("--ignore-not-found", "--wait=true", "--timeout=120s")
     ground.kubectl("delete", "infdep", subject.name, "-n", subject.namespace, *gone, deadline_s=150)
     ground.kubectl("delete", "pods,configmaps", "-n", subject.namespace, "-l", "app=traffic", *gone, deadline_s=150)

@@ -7,12 +7,13 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 
 from e2e.demo.clock import Stopwatch
 from e2e.demo.facts import Sent, Story, Told
 from e2e.demo.ground import Ground, manifest
 from e2e.demo.load import Load, sending, traces_config_map
-from e2e.demo.setting import REPOSITORY, Subject
+from e2e.demo.setting import EXAMPLE, PACE, REPOSITORY, Subject
 from e2e.demo.timeline import Entry, short
 from e2e.demo.watch import SeenRun, View, Watcher
 from tkcc.api.condition import ConditionStatus, ConditionType, find_condition
@@ -59,8 +60,8 @@ class Plot:
             task = asyncio.create_task(watcher.run())
             try:
                 with self._watch.step("serving"):
-                    watcher.tell(Entry("apply", f"kubectl apply -f {subject.path.relative_to(REPOSITORY)}", 2))
-                    await asyncio.to_thread(ground.kubectl, "apply", "-f", str(subject.path))
+                    watcher.tell(Entry("apply", f"kubectl apply -f {_name(EXAMPLE)}, at the pace of {_name(PACE)}", 2))
+                    await asyncio.to_thread(ground.kubectl, "apply", "-f", "-", stdin=manifest(subject.obj))
                     await asyncio.to_thread(
                         ground.kubectl, "apply", "-f", "-", stdin=manifest(traces_config_map(subject.namespace, loads))
                     )
@@ -174,6 +175,10 @@ class Plot:
 
     def _load(self, workload: str, trace: str) -> Load:
         return Load(workload, TRACES / f"{trace}.jsonl.gz", LENGTH_FACTOR, TIME_FACTOR, MAX_REPLAY_S)
+
+
+def _name(path: Path) -> str:
+    return str(path.relative_to(REPOSITORY))
 
 
 def _still(view: View) -> str:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tkcc.api.observation import MetricSample
 from tkcc.api.spec import DriftSpec, WindowSpec
-from tkcc.shell.samples import MAX_PACKED_BYTES, extend, pack, reach, unpack
+from tkcc.shell.samples import extend, pack, reach, unpack
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 DRIFT = DriftSpec(
@@ -68,11 +68,12 @@ def test_a_checkpoint_gives_back_what_was_packed():
     assert pack(samples) == pack(samples)
 
 
-def test_a_checkpoint_that_would_not_fit_loses_its_oldest_samples():
+def test_a_checkpoint_that_would_not_fit_loses_its_oldest_samples(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tkcc.shell.samples.MAX_PACKED_BYTES", 20_000)
     rng = random.Random(1)
-    many = tuple(sample(i / 100, f"pod-{rng.getrandbits(64):x}/{i}", rng.getrandbits(30)) for i in range(30_000))
+    many = tuple(sample(i / 100, f"pod-{rng.getrandbits(64):x}/{i}", rng.getrandbits(30)) for i in range(1_000))
     packed = pack(many)
-    assert len(packed["samples.json.gz"]) <= MAX_PACKED_BYTES * 4 // 3 + 4
+    assert len(packed["samples.json.gz"]) <= 20_000 * 4 // 3 + 4
     kept = unpack(packed)
     assert kept == many[-len(kept) :]
     assert len(kept) > len(many) // 8

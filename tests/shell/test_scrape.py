@@ -105,3 +105,11 @@ async def test_recordings_come_from_pods_that_record(pod, scraper):
     found = await scraper.recordings([at(silent), at(recording)], datetime.fromtimestamp(0, UTC), 3)
     assert [len(item.requests) for item in found] == [3]
     assert found[0].started_at_ms > 0
+
+
+async def test_a_pod_that_floods_is_an_error_not_the_operators_end(pod, scraper, monkeypatch):
+    served = await pod()
+    served.serve_requests(200, prompt=10)
+    monkeypatch.setattr("tkcc.shell.scrape.MAX_ANSWER_BYTES", 10_000)
+    [reading] = await scraper.read([at(served)], "native", {}, NOW)
+    assert "answered more than 10000 bytes" in reading.error

@@ -5,6 +5,7 @@ They run in the background, because a slow engine may take seconds, and a turn m
 """
 
 import asyncio
+import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,13 +16,14 @@ import httpx
 
 from tkcc.control.observed import ProbeSeen
 from tkcc.shell.render.names import SERVING_PORT
-from tkcc.shell.scrape import PodAddress
+from tkcc.shell.scrape import PLAIN, PodAddress, bounded
 
 log = logging.getLogger(__name__)
 
 PROBE_HEADER = "x-tkcc-probe"  # the engine leaves such requests out of its counts, its ring and its recording
 MAX_TOKENS = 24
 TOP_LOGPROBS = 5
+MAX_ANSWER_BYTES = 1_000_000
 
 _PARAGRAPH = (
     "The harbour master kept a ledger of every vessel that came in from the north: its name, the day, the depth of its "
@@ -129,17 +131,14 @@ class Prober:
             self._on_done()
 
     async def _ask(self, pod: PodAddress, model: str, prompt: str) -> Answer:
-        response = await self._http.post(
-            pod.url(SERVING_PORT, "/v1/completions"),
-            json={
-                "model": model,
-                "prompt": prompt,
-                "max_tokens": MAX_TOKENS,
-                "temperature": 0,
-                "logprobs": TOP_LOGPROBS,
-            },
-            headers={PROBE_HEADER: "1"},
-            timeout=self._timeout_s,
-        )
-        response.raise_for_status()
-        return parse_answer(response.json())
+        body = {
+            "model": model,
+            "prompt": prompt,
+            "max_tokens": MAX_TOKENS,
+            "temperature": 0,
+            "logprobs": TOP_LOGPROBS,
+        }
+        url, headers = pod.url(SERVING_PORT, "/v1/completions"), {PROBE_HEADER: "1", **PLAIN}
+        async with self._http.stream("POST", url, json=body, headers=headers, timeout=self._timeout_s) as response:
+            response.raise_for_status()
+            return parse_answer(json.loads(await bounded(response, MAX_ANSWER_BYTES)))

@@ -20,6 +20,7 @@ from tkcc.traffic.exposition import CounterSample, parse
 from tkcc.traffic.metrics_map import Gauge, Signal
 
 MAX_ANSWER_BYTES = 32_000_000
+PLAIN = {"Accept-Encoding": "identity"}
 
 
 @dataclass(frozen=True)
@@ -104,16 +105,21 @@ class Scraper:
         )
 
     async def _get(self, pod: PodAddress, path: str) -> bytes:
-        """The body; refuses one that is too long before it is in memory."""
-        timeout = self._settings.timeout_s
-        async with self._http.stream("GET", pod.url(ADMIN_PORT, path), timeout=timeout) as response:
+        url, timeout = pod.url(ADMIN_PORT, path), self._settings.timeout_s
+        async with self._http.stream("GET", url, headers=PLAIN, timeout=timeout) as response:
             response.raise_for_status()
-            body = bytearray()
-            async for chunk in response.aiter_bytes():
-                body += chunk
-                if len(body) > MAX_ANSWER_BYTES:
-                    raise ValueError(f"{path} answered more than {MAX_ANSWER_BYTES} bytes")
-        return bytes(body)
+            return await bounded(response, MAX_ANSWER_BYTES)
+
+
+async def bounded(response: httpx.Response, max_bytes: int) -> bytes:
+    """The body as it came. Pods run code that was not written here: a body that is too long is refused before it is in
+    memory, and a compressed one is not unpacked."""
+    body = bytearray()
+    async for chunk in response.aiter_raw():
+        body += chunk
+        if len(body) > max_bytes:
+            raise ValueError(f"{response.url.path} answered more than {max_bytes} bytes")
+    return bytes(body)
 
 
 def _total(page: CounterSample, signal: Signal) -> int:

@@ -7,7 +7,7 @@
 #            Debian 12's), which has torch and all that torch needs. The chart's value settings.torchHostPath names it,
 #            and pods mount it read-only at /opt/torch. tkcc.pth adds that to the end of sys.path, so what the image
 #            has itself comes first.
-ARG BASE=docker.io/library/python:3.11-slim-bookworm
+ARG BASE=python:3.11-slim-bookworm
 FROM ${BASE}
 
 # Python's headers too, which Inductor includes, where the base has none (Debian's does not, the official image does).

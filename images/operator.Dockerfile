@@ -1,7 +1,7 @@
 # The operator: kopf and tkcc. No torch, no compiler.
 #   docker build -f images/operator.Dockerfile -t tkcc/operator .
 # BASE: an image with Python >= 3.11 and its venv module.
-ARG BASE=docker.io/library/python:3.11-slim-bookworm
+ARG BASE=python:3.11-slim-bookworm
 FROM ${BASE}
 
 # Packages as locked. These lines are the worker's too, word for word, so that both share one layer.

@@ -1,7 +1,7 @@
 # The recompile Job: proposers, message board and budget. No torch, no compiler, no GPU.
 #   docker build -f images/worker.Dockerfile -t tkcc/worker .
 # BASE: an image with Python >= 3.11 and its venv module.
-ARG BASE=docker.io/library/python:3.11-slim-bookworm
+ARG BASE=python:3.11-slim-bookworm
 FROM ${BASE}
 
 # Packages as locked. These lines are the operator's too, word for word, so that both share one layer.

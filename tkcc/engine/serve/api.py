@@ -53,6 +53,7 @@ class PublicApi:
 
     def app(self, max_body_bytes: int) -> web.Application:
         app = web.Application(client_max_size=max_body_bytes, middlewares=[_openai_errors])
+        app.on_response_prepare.append(self._part_while_draining)
         app.router.add_get("/health", self.health)
         app.router.add_get("/metrics", self.metrics)
         app.router.add_get("/v1/models", self.models)
@@ -117,6 +118,12 @@ class PublicApi:
             ticket.request.id, self.model_name, served.fingerprint, served.tokenizer, body.wants_usage_chunk
         )
         return await self._answer(served, request, body, ticket, answer)
+
+    async def _part_while_draining(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Close connections that are kept alive: a client would stay with this server however endpoints change."""
+        if self.is_draining:
+            response.headers["Connection"] = "close"
+            response.force_close()
 
     def _ready(self) -> Served:
         if self.served is None:

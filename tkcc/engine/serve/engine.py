@@ -21,7 +21,7 @@ RunStep = Callable[[ScheduledStep], Sequence[SampledToken | None]]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    max_waiting: int = 128  # requests that wait for a place in a step
+    max_waiting: int = 128  # requests beside those that a step has room for
     step_timeout_s: float = 300.0  # a step that takes longer hangs
     max_failed_steps: int = 3  # of one kind in a row: then the engine gives up, as a device error would never go away
 
@@ -126,7 +126,7 @@ class Engine:
         """Queue a request that fits (see Scheduler.can_ever_fit). Raises QueueFullError, DrainingError."""
         if not self.is_accepting:
             raise DrainingError("the server is shutting down")
-        if self.num_waiting >= self.limits.max_waiting:
+        if len(self._tickets) >= self.scheduler.config.max_running + self.limits.max_waiting:
             raise QueueFullError(self._retry_after_s())
         rng = random.Random(sampling.seed)  # None seeds from the system's entropy
         request = Request(request_id, tuple(prompt), sampling, rng, is_probe=is_probe)
@@ -176,6 +176,10 @@ class Engine:
         while self._tickets and self._now_s() < deadline_s:
             await asyncio.sleep(0.05)
         self.end_all(DrainingError("the server is shutting down"))
+
+    def close(self) -> None:
+        """Let the worker thread go, once its step is over."""
+        self._thread.shutdown(wait=False)
 
     def end_all(self, error: Exception) -> None:
         for ticket in list(self._tickets.values()):

@@ -97,6 +97,7 @@ class Server:
         finally:
             stopping.cancel()
             stepping.cancel()
+            engine.close()
         return EXIT_OK
 
     def _start(self, loaded: Loaded) -> Engine:

@@ -8,9 +8,16 @@ import fcntl
 import hashlib
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
+
+from e2e.cluster.errors import ClusterError
+from e2e.cluster.progress import say
+
+LOCK_DEADLINE_S = 3600.0  # longer than the longest thing that is done under a lock: Kubernetes built on a busy machine
 
 
 def root() -> Path:
@@ -39,11 +46,26 @@ def digest_files(base: Path, paths: Iterable[Path]) -> str:
 
 @contextmanager
 def lock(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on `path` (made if missing); waits for the process that holds it, which dies with it."""
+    """Hold an exclusive lock on `path` (made if missing); waits for the process that holds it, and says so."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        until, is_told = time.monotonic() + LOCK_DEADLINE_S, False
+        while not _try_lock(handle):
+            if not is_told:
+                say(f"another process works on what {path.name} guards; waiting for it")
+                is_told = True
+            if time.monotonic() >= until:
+                raise ClusterError(f"{path} is still locked after {LOCK_DEADLINE_S:.0f} s: see `fuser {path}`")
+            time.sleep(0.1)
         yield
+
+
+def _try_lock(handle: IO[str]) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def entry(path: Path, make: Callable[[Path], None]) -> Path:

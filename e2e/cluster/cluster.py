@@ -230,7 +230,10 @@ class Cluster:
         self.wait_ready()
 
     def _spawn(self, name: str) -> None:
-        self.daemon(name).start(self._command_lines()[name], enter=self.sandbox.enter())
+        lines = self._command_lines()
+        if name not in lines:
+            raise ClusterError(f"{name!r} cannot be started by itself; these can: {', '.join(lines)}")
+        self.daemon(name).start(lines[name], enter=self.sandbox.enter())
 
     def _command_lines(self) -> dict[str, list[str]]:
         control = self.plane.layout

@@ -28,7 +28,7 @@ except ValueError as err:
     raise SystemExit(f"tkcc operator: {err}") from None
 
 
-@kopf.on.startup()
+@kopf.on.startup(errors=kopf.ErrorsMode.PERMANENT)  # the container is restarted, and says why
 async def start(settings: kopf.OperatorSettings, **_: Any) -> None:
     settings.posting.enabled = False
     settings.peering.standalone = True

@@ -24,7 +24,7 @@ def plane() -> Iterator[Any]:
 
     if not (toolchain.bin_dir() / "kube-apiserver").exists():
         pytest.skip("Kubernetes is not built: run `python -m e2e.cluster build --programs-only` (20 minutes, once)")
-    with ControlPlane("shell-tests", controller_manager=True) as running:
+    with ControlPlane(controller_manager=True) as running:  # a name of its own: two test runs may meet
         running.kubectl("create", "namespace", SYSTEM)
         running.kubectl("apply", "-f", "-", stdin=rendered_chart("crds", "rbac"))
         running.kubectl("wait", "--for=condition=Established", "crd", "--all")

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -143,7 +144,13 @@ async def test_it_serves_answers_its_probes_stays_small_and_leaves_in_order(user
     async with Traffic(user.admin, user.namespace, pods, prompt=100):
         await until(user, lambda status: bool(status.drift.plans))
     rss_kb = running.rss_kb()
-    print(f"operator RSS {rss_kb / 1000:.0f} MB")
+    figures = re.findall(
+        r'_duration_seconds_(sum|count){kind="InferenceDeployment"} (\S+)', (await running.get("/metrics"))[1]
+    )
+    total = {name: float(value) for name, value in figures}
+    print(
+        f"RSS {rss_kb / 1000:.0f} MB; {1000 * total['sum'] / total['count']:.0f} ms a turn, {total['count']:.0f} turns"
+    )
     assert rss_kb < MAX_RSS_KB
     assert "torch" not in Path(f"/proc/{running.process.pid}/maps").read_text()
     running.process.send_signal(signal.SIGTERM)

@@ -19,7 +19,8 @@ NUM_PARENTS = 4
 CROSSOVER_SHARE = 0.25
 EXPLORATION = 0.1  # of UCB, in units of log-gain
 MAX_REWARD = 0.5
-MAX_DRAWS = 200  # draws that hit known candidates before the space counts as exhausted
+DRAWS_PER_STEP = 20
+MAX_DRAWS = 160  # draws that hit known candidates before the space counts as exhausted
 
 
 @dataclass(slots=True)
@@ -52,12 +53,14 @@ class OfflineProposer:
             found = self._rewritten(self._parents()[0], operator)
             if found is not None:
                 return found
-        for _ in range(MAX_DRAWS):
-            parents = self._parents()
+        parents = self._parents()
+        for draw in range(MAX_DRAWS):
             if len(parents) > 1 and self._rng.random() < CROSSOVER_SHARE:
                 found = self._crossed(*self._rng.sample(parents, 2))
             else:
-                found = self._rewritten(self._rng.choice(parents), self._draw_operator(operators))
+                # The longer nothing new is near, the further it looks, and the less by what has paid so far.
+                further = [self._rng.choice(operators) for _ in range(draw // DRAWS_PER_STEP)]
+                found = self._rewritten(self._rng.choice(parents), self._draw_operator(operators), *further)
             if found is not None:
                 return found
         return None
@@ -92,12 +95,15 @@ class OfflineProposer:
         ranked = sorted(operators, key=lambda o: (-upper_bound(o), o.name))
         return ranked[min(int(self._rng.expovariate(1.0)), len(ranked) - 1)]  # mostly the first, never always
 
-    def _rewritten(self, parent: str, operator: Operator) -> Candidate | None:
+    def _rewritten(self, parent: str, *operators: Operator) -> Candidate | None:
         trial = self._trials[parent]
-        genes = operator.apply(trial.genes)
-        if genes is None:
-            return None
-        return self._new(genes, operator.hypothesis, (*trial.operators, operator.name), (parent,))
+        genes, made_by, reasons = trial.genes, trial.operators, []
+        for operator in operators:
+            changed = operator.apply(genes)
+            if changed is not None:
+                genes, made_by = changed, (*made_by, operator.name)
+                reasons.append(operator.hypothesis)
+        return self._new(genes, "; ".join(reasons), made_by, (parent,)) if reasons else None
 
     def _crossed(self, first: str, second: str) -> Candidate | None:
         """Each gene from either parent."""

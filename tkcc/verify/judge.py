@@ -3,12 +3,14 @@
 It has the reference, the seeds and the only clock, and never learns who proposed a candidate.
 """
 
+import contextlib
 import math
 import os
 import random
 import secrets
 import time
 from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,10 +52,12 @@ class Judge:
     def __init__(self, link: SupervisorLink, model: TierModel, tier: str, load_s: float, prepare_s: float) -> None:
         self.link, self.model, self.tier = link, model, tier
         self.load_s, self.prepare_s = load_s, prepare_s
-        self.device = roofline.measure(model.dtype)
+        self.device = roofline.measure(model.dtype, model.threads)
         self.plan: Plan | None = None
         self.contest: Contest | None = None
         self.challenges: deque[ReadyChallenge] = deque()
+        self._idle = ThreadPoolExecutor(1, initializer=_yield_to_all)  # priorities are a thread's
+        self._ahead: Future[ReadyChallenge] | None = None
 
     # --- workload and incumbent ---
 
@@ -131,6 +135,7 @@ class Judge:
         noise_floor = abs(centre) + 1.96 * 1.2533 * sigma / math.sqrt(len(logs))
         trial.step_s = [median(times.incumbent_s) for times in timing.cells]
         self._weigh_cells(trial)
+        self.device = self.device.best(roofline.measure(self.model.dtype, self.model.threads))
         calibration = {
             "aaLogRatio": centre,
             "aaPairSigma": sigma,
@@ -152,6 +157,7 @@ class Judge:
 
     # --- challenges ---
 
+    @torch.inference_mode()  # it is a thread's, too
     def _make_challenge(self) -> ReadyChallenge:
         model, plan = self.model, self._need_plan()
         made = challenge.make(
@@ -171,17 +177,21 @@ class Judge:
         self.baseline.use(weights)
         return correctness.run(self.baseline, made, secrets.randbits(62), 0.0)
 
+    def work_ahead(self) -> None:
+        """Begin a challenge set if there is room for one, in a thread that everything else on this core goes before."""
+        if self._ahead is None and self.has_room:
+            self._ahead = self._idle.submit(self._make_challenge)
+
     @property
-    def can_work_ahead(self) -> bool:
+    def has_room(self) -> bool:
         return self.contest is not None and len(self.challenges) < CHALLENGES_AHEAD
 
-    def work_ahead(self) -> None:
-        """Make one challenge set. Everything else on this core goes first."""
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-        try:
-            self.challenges.append(self._make_challenge())
-        finally:
-            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+    def take_ahead(self, wait: bool) -> bool:
+        """Take over a set begun by `work_ahead`. Until it is done, nothing else here may run. True if none is left."""
+        if self._ahead is not None and (wait or self._ahead.done()):
+            self.challenges.append(self._ahead.result())
+            self._ahead = None
+        return self._ahead is None
 
     # --- a candidate ---
 
@@ -264,3 +274,8 @@ class Judge:
 
     def _progress(self, pairs: int, state: str = "SPEED") -> None:
         self.link.send("progress", state=state, pairs=pairs)
+
+
+def _yield_to_all() -> None:
+    with contextlib.suppress(PermissionError):
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))

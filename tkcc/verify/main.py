@@ -21,6 +21,7 @@ from tkcc.verify.model import TierModel
 from tkcc.verify.trial import RefusalError
 
 VERSION = "1"
+POLL_S = 0.2  # between looks at work in the background
 
 
 def source_hash() -> str:
@@ -43,10 +44,11 @@ def main(channel_fd: int) -> int:
             judge = _make(link, start)
             link.send("hello", version=VERSION, source_hash=source_hash())
             while True:
-                message = link.next(0.0 if judge.can_work_ahead else None)
-                if message is None:
-                    judge.work_ahead()
-                else:
+                judge.work_ahead()
+                is_free = judge.take_ahead(wait=False)
+                message = link.next(None if is_free and not judge.has_room else POLL_S)
+                if message is not None:
+                    judge.take_ahead(wait=True)
                     _handle(judge, link, message)
         except ChannelClosedError:
             return 0

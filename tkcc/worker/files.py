@@ -14,7 +14,14 @@ class DirectorySink:
         self._journal = directory / "journal.jsonl"
 
     def read_journal(self) -> Iterable[str]:
-        return self._journal.read_text().splitlines() if self._journal.exists() else []
+        """Whole lines; one that a kill has cut is taken off, or the next would be glued to it."""
+        if not self._journal.exists():
+            return []
+        text = self._journal.read_text()
+        whole = text[: text.rfind("\n") + 1]
+        if whole != text:
+            self._journal.write_text(whole)
+        return whole.splitlines()
 
     def append_journal(self, line: str) -> None:
         with self._journal.open("a") as file:

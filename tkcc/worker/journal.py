@@ -22,7 +22,7 @@ class Journal:
     append_line: Callable[[str], None]
     verdicts: dict[tuple[str, str, str], Report] = field(default_factory=dict)  # by (tier, stage, digest)
     shares: list[tuple[str, float]] = field(default_factory=list)
-    started_at_s: float = 0.0  # unix
+    started_at_s: float = -1.0  # unix; negative: not begun
     num_bytes: int = 0
     num_replayed: int = 0
 
@@ -42,7 +42,7 @@ class Journal:
                 continue  # cut in the middle by a kill: that fact was not yet one
             journal._take(entry, identity)
             journal.num_bytes += len(line) + 1
-        if not journal.started_at_s:
+        if journal.started_at_s < 0.0:
             journal.started_at_s = now_s
             journal._append({"kind": "start", "at": journal.started_at_s, "campaign": identity})
         return journal

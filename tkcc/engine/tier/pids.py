@@ -1,11 +1,9 @@
-"""How many processes and threads a candidate may have: a pids cgroup where one can be made, else an rlimit.
+"""How many processes and threads a candidate may have: a pids cgroup, where one can be made.
 
-Root is exempt from RLIMIT_NPROC, and an unprivileged user can seldom make cgroups: each way covers what the other does
-not. The rlimit counts all processes of the user, so it is set above those that there are.
+Root, who is exempt from RLIMIT_NPROC, can make one; for everybody else there is the rlimit (see `sandbox`).
 """
 
 import contextlib
-import os
 from pathlib import Path
 
 _V1, _V2 = Path("/sys/fs/cgroup/pids"), Path("/sys/fs/cgroup")
@@ -55,16 +53,3 @@ def _own_cgroups() -> list[Path]:
         elif not controllers and (_V2 / "cgroup.controllers").exists():
             found.append(_V2 / path.strip("/"))
     return found
-
-
-def rlimit(most: int) -> int:
-    """RLIMIT_NPROC that lets this user have `most` more; 0 (none) for root, for whom it does not count."""
-    if os.geteuid() == 0:
-        return 0
-    count = 0
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            with contextlib.suppress(OSError):
-                if os.stat(f"/proc/{name}").st_uid == os.geteuid():
-                    count += len(os.listdir(f"/proc/{name}/task"))
-    return count + most

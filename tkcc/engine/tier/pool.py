@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tkcc.engine.tier import arena, channel, pids
+from tkcc.engine.tier import arena, channel
 from tkcc.engine.tier.arena import Geometry, Layout
 from tkcc.engine.tier.channel import Message
 from tkcc.engine.tier.config import MEMORY_FACTOR, MEMORY_FLOOR_BYTES, TierConfig
@@ -267,7 +267,7 @@ class Pool:
             limits=Limits(
                 memory_bytes=self._memory_bytes,
                 file_bytes=limits.file_bytes,
-                processes=pids.rlimit(limits.processes),
+                processes=limits.processes,
             ),
             readable=(),
             writable=(str(scratch),) if build_dir is None else (str(scratch), str(build_dir)),

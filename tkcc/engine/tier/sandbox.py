@@ -36,7 +36,7 @@ class Limits:
     file_bytes: int  # largest file
     open_files: int = 512
     cpu_s: int = 3600
-    processes: int = 0  # 0: no limit of its own (a runner cannot start any)
+    processes: int = 64  # and threads, beyond those that the user has; for root a cgroup has to do it
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +109,28 @@ def _set_limits(limits: Limits) -> None:
     limit(resource.RLIMIT_NOFILE, limits.open_files)
     limit(resource.RLIMIT_CPU, limits.cpu_s)
     limit(resource.RLIMIT_MEMLOCK, 0)
-    if limits.processes:
-        limit(resource.RLIMIT_NPROC, limits.processes)
+    if os.geteuid() != 0:  # root is exempt
+        _limit_processes(limits.processes)
+
+
+def _limit_processes(more: int) -> None:
+    """RLIMIT_NPROC counts all that the user has, also where /proc does not show it (other containers): what is there
+    is found by trying."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
+    most = hard if hard != resource.RLIM_INFINITY else 1 << 20
+    there = 16
+    while there < most:
+        resource.setrlimit(resource.RLIMIT_NPROC, (there, hard))
+        try:
+            os.waitpid(os.posix_spawn("/bin/true", ["true"], {}), 0)
+        except BlockingIOError:
+            there = min(2 * there, most)
+        except FileNotFoundError:
+            break  # it could have been started
+        else:
+            break
+    wanted = min(there + more, most)
+    resource.setrlimit(resource.RLIMIT_NPROC, (wanted, wanted))
 
 
 def _drop_capabilities(libc: ctypes.CDLL) -> None:

@@ -12,6 +12,7 @@ import aiohttp
 import kopf
 import prometheus_client
 
+from tkcc.kube.errors import ClusterError
 from tkcc.shell import process as shell
 from tkcc.shell import settings as tkcc_settings
 from tkcc.shell.render.names import MANAGED_BY
@@ -28,7 +29,7 @@ except ValueError as err:
     raise SystemExit(f"tkcc operator: {err}") from None
 
 
-@kopf.on.startup(errors=kopf.ErrorsMode.PERMANENT)  # the container is restarted, and says why
+@kopf.on.startup()
 async def start(settings: kopf.OperatorSettings, **_: Any) -> None:
     settings.posting.enabled = False
     settings.peering.standalone = True
@@ -41,7 +42,13 @@ async def start(settings: kopf.OperatorSettings, **_: Any) -> None:
     settings.process.ultimate_exiting_timeout = shell.STOP_S + 10
     for resource in (("apps", "v1", "deployments"), ("batch", "v1", "jobs"), ("", "v1", "pods")):
         settings.watching.label_selectors[resource] = MANAGED
-    await process.start()
+    try:
+        await process.start()
+    except (
+        ClusterError,
+        OSError,
+    ) as err:  # no credentials, a port that is taken: say so and end
+        raise SystemExit(f"tkcc operator: {err}") from None
 
 
 @kopf.on.cleanup()

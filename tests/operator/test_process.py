@@ -264,9 +264,10 @@ async def test_a_silent_watch_fails_the_liveness_probe_by_name(plane, user, oper
         ({"TKCC_IMAGES": "{engine: e}"}, "images.worker: Field required"),
         ({"TKCC_SETTINGS": "/nowhere.yaml"}, "No such file"),
         ({"TKCC_TICK_S": "-1"}, "tickS: Input should be greater"),
+        ({"KUBECONFIG": "/nowhere"}, "no usable cluster credentials"),
     ],
 )
-def test_bad_settings_end_it_with_one_line(env: dict[str, str], want: str):
+def test_what_it_cannot_start_with_is_said_without_a_traceback(env: dict[str, str], want: str):
     argv = [KOPF, "run", "--all-namespaces", str(REPOSITORY / "operator" / "main.py")]
     full = {**os.environ, "TKCC_IMAGES": "{engine: e, worker: w}", **env}
     done = subprocess.run(argv, env=full, capture_output=True, text=True, timeout=30, check=False)

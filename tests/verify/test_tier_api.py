@@ -80,7 +80,7 @@ def test_metrics_are_prometheus_text(tier: TinyTier) -> None:
     assert {"tkcc_tier_candidates", "tkcc_tier_judgements", "tkcc_tier_runners_killed"} <= names
 
 
-def test_an_estimate_takes_all_its_pairs_and_needs_no_challenge(tier: TinyTier) -> None:
+def test_an_estimate_takes_its_pairs_and_needs_no_challenge(tier: TinyTier) -> None:
     report = tier.judge(changed("    pass  # sized"), pairs=14, stage="estimate")
     assert report.pairs == 14 and report.correctness is None
     assert report.log_gain_low <= report.log_gain <= report.log_gain_high

@@ -1,7 +1,8 @@
 """A stream of steps becomes a few cells: what the forward pass spends its time on, with real steps for each.
 
-A cell is named by powers of two of batch, new tokens and context; its weight is its share of the time. Timing draws
-the recorded steps themselves, ragged as they were, never a mean of them.
+Decode steps fall into cells by batch and context, prefill steps by new tokens and by whether a prefix was cached. The
+heaviest cells of each phase stand for the whole phase, so that no phase goes unmeasured. Timing draws the recorded
+steps themselves, ragged as they were, never a mean of them.
 """
 
 import random
@@ -13,15 +14,15 @@ from typing import Any
 from tkcc.engine.step import StepBatch, StepKind
 from tkcc.models.forward import Cell
 
-MAX_CELLS = 5
-COVERED_RATIO = 0.97  # cells beyond this share of the time are left out
+CELLS_PER_PHASE = 3
+IGNORED_RATIO = 0.02  # a phase with less of the time than this is left out, and so are a phase's lightest cells
 STEPS_PER_CELL = 24
 
 
 @dataclass(frozen=True, slots=True)
 class TimedCell:
     cell: Cell
-    count: int  # steps of this cell in the replay
+    count: float  # steps that it stands for in the replay
     steps: tuple[StepBatch, ...]  # a sample of them, in order
 
     def describe(self) -> dict[str, Any]:
@@ -36,9 +37,9 @@ class _Bucket:
 
 
 def make_cells(steps: Iterable[tuple[StepBatch, float]], seed: int) -> tuple[TimedCell, ...]:
-    """The cells that cover the time, heaviest first. Steps come with their cost in seconds."""
+    """The cells that stand for the time, heaviest first. Steps come with their cost in seconds."""
     rng = random.Random(seed)
-    buckets: dict[tuple[str, int, int, int], _Bucket] = {}
+    buckets: dict[tuple[StepKind, int, int], _Bucket] = {}
     for step, cost_s in steps:
         bucket = buckets.setdefault(_key(step), _Bucket())
         bucket.count += 1
@@ -50,21 +51,23 @@ def make_cells(steps: Iterable[tuple[StepBatch, float]], seed: int) -> tuple[Tim
             if at < STEPS_PER_CELL:
                 bucket.sample[at] = step
     total_s = sum(b.time_s for b in buckets.values())
-    heaviest = sorted(buckets.values(), key=lambda b: -b.time_s)[:MAX_CELLS]
-    kept: list[_Bucket] = []
-    for bucket in heaviest:
-        kept.append(bucket)
-        if sum(b.time_s for b in kept) >= COVERED_RATIO * total_s:
-            break
-    kept_s = sum(b.time_s for b in kept)
-    return tuple(TimedCell(_cell(b, b.time_s / kept_s), b.count, tuple(b.sample)) for b in kept)
+    cells = []
+    for phase in StepKind:
+        mine = sorted((b for key, b in buckets.items() if key[0] == phase), key=lambda b: -b.time_s)
+        phase_s = sum(b.time_s for b in mine)
+        if phase_s < IGNORED_RATIO * total_s:
+            continue
+        kept = [b for b in mine[:CELLS_PER_PHASE] if b.time_s >= IGNORED_RATIO * phase_s]
+        scale = phase_s / sum(b.time_s for b in kept)  # the kept ones stand for the rest of their phase
+        cells += [TimedCell(_cell(b, scale * b.time_s / total_s), scale * b.count, tuple(b.sample)) for b in kept]
+    return tuple(sorted(cells, key=lambda c: -c.cell.weight_ratio))
 
 
-def _key(step: StepBatch) -> tuple[str, int, int, int]:
+def _key(step: StepBatch) -> tuple[StepKind, int, int]:
     context = sum(r.context for r in step.requests) // len(step.requests)
-    batch = len(step.requests) if step.kind is StepKind.DECODE else 1
-    new = step.num_tokens if step.kind is StepKind.PREFILL else 1
-    return step.kind, _power(batch), _power(new), _power(context)
+    if step.kind is StepKind.DECODE:
+        return step.kind, _power(len(step.requests)), _power(context)
+    return step.kind, _power(step.num_tokens), int(any(r.start for r in step.requests))
 
 
 def _power(n: int) -> int:

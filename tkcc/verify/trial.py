@@ -25,6 +25,8 @@ from tkcc.verify.model import TierModel
 from tkcc.verify.speed import Agreement, Pairing, SpeedTest, Timing, WrongOutputError
 
 ROTATE_PAIRS = 12  # fresh runners after so many pairs: one pair of processes has luck that the code has not
+ESTIMATE_MIN_PAIRS, ESTIMATE_S = 8, 120.0
+ESTIMATE_WIDTH, ESTIMATE_WIDTH_RATIO = 0.01, 0.05  # of the 95 % interval: log-gain, or share of the gain
 STEP_FACTOR, STEP_FLOOR_S = 10.0, 2.0  # a step's deadline: this times the incumbent's, plus this
 
 
@@ -156,10 +158,11 @@ class SpeedTrial:
     def run(
         self, incumbent: str, candidate: str, ticket: AlphaTicket, is_estimate: bool
     ) -> tuple[str, SpeedTest, Timing]:
-        """Returns the decision ("faster", "futile", "" for an estimate) and what it rests on. Raises RefusalError."""
+        """Returns the decision (see SpeedTest; "sized" or "" for an estimate) and what it rests on. Raises
+        RefusalError."""
         test = SpeedTest(ticket.alpha, ticket.min_gain, ticket.max_pairs)
         timing = Timing.of(self.cells)
-        decision = ""
+        decision, began_s = "", time.monotonic()
         while not decision and len(timing.pairs) < ticket.max_pairs:
             with self.runners.open(incumbent) as a, self.runners.open(candidate) as b, blame(b, incumbent=a):
                 pairing = self.pair(a, b, timing)
@@ -167,7 +170,10 @@ class SpeedTrial:
                     a_s, b_s = pairing.run_pair(self._timeout_s)
                     self.progress(len(timing.pairs))
                     test.update(a_s, b_s)
-                    decision = "" if is_estimate else test.decision(timing)
+                    if is_estimate:
+                        decision = "sized" if is_sized(timing, time.monotonic() - began_s) else ""
+                    else:
+                        decision = test.decision(timing)
                     if decision:
                         break
         return decision, test, timing
@@ -181,6 +187,17 @@ class SpeedTrial:
 
     def _timeout_s(self, cell: int) -> float:
         return STEP_FACTOR * self.step_s[cell] + STEP_FLOOR_S
+
+
+def is_sized(timing: Timing, seconds: float) -> bool:
+    """Is the gain known well enough, or has it taken long enough? Stopping by the width or by a clock favours no size."""
+    pairs = len(timing.pairs)
+    if pairs >= ESTIMATE_MIN_PAIRS and seconds > ESTIMATE_S:
+        return True
+    if pairs < 2 * ESTIMATE_MIN_PAIRS or pairs % 4:
+        return False
+    gain = timing.gain(seed=pairs)
+    return gain.high - gain.low < max(ESTIMATE_WIDTH, ESTIMATE_WIDTH_RATIO * abs(gain.median))
 
 
 def above_roofline(trial: SpeedTrial, device: roofline.Device, timing: Timing) -> str:

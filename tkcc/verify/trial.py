@@ -190,7 +190,7 @@ class SpeedTrial:
 
 
 def is_sized(timing: Timing, seconds: float) -> bool:
-    """Is the gain known well enough, or has it taken long enough? Stopping by the width or by a clock favours no size."""
+    """Is the gain known well enough, or has it taken long enough? A stop by width or by a clock favours no size."""
     pairs = len(timing.pairs)
     if pairs >= ESTIMATE_MIN_PAIRS and seconds > ESTIMATE_S:
         return True

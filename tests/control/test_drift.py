@@ -1,6 +1,7 @@
 """Distance to the nearest plan, and when it is drift: both windows, enough ticks, enough requests."""
 
 import math
+import random
 from datetime import timedelta
 
 import pytest
@@ -155,3 +156,37 @@ def test_thresholds_are_the_specs():
     wide = from_dict(DriftSpec, {"promptRatioPercent": 200})
     assert distance(Point(2000), HOME, wide).value == pytest.approx(1.0)
     assert distance(Point(2000), HOME, SPEC).value == pytest.approx(math.log(2) / math.log(1.25))
+
+
+def first_drift(shape, hours=24, default=DriftSpec()):  # noqa: B008 - frozen
+    """Minutes after hour 4 at which the default settings see drift; `shape(minute)` is the mean prompt of that minute,
+    in units of the plan's, with an agentic day's noise of 8 % from one five-minute mean to the next."""
+    rng = random.Random(1)
+    samples, total, tokens = [], 0, 0
+    for tick in range(hours * 12):
+        total += 150
+        tokens += round(150 * 1000 * shape(5 * tick - 240) * rng.lognormvariate(0.0, 0.08))
+        samples.append(MetricSample("pod", START, START + 5 * tick * MINUTE, total, tokens, 0, 0, 0, 0))
+    seen = Traffic(tuple(samples), timedelta(0))
+    for tick in range(13, hours * 12):
+        if ticks_away(seen, default, (HOME,), START + 5 * tick * MINUTE, None)[0] >= default.ticks:
+            return 5 * tick - 240
+    return None
+
+
+@pytest.mark.parametrize(
+    "case, shape, soonest, latest",
+    [
+        ("steady traffic never", lambda m: 1.0, None, None),
+        ("a fifth more never", lambda m: 1.2 if m > 0 else 1.0, None, None),
+        ("a spike of 15 minutes never", lambda m: 2.0 if 0 < m <= 15 else 1.0, None, None),
+        ("a spike of half an hour never", lambda m: 2.0 if 0 < m <= 30 else 1.0, None, None),
+        ("a spike of an hour and a half, while it lasts", lambda m: 2.0 if 0 < m <= 90 else 1.0, 60, 90),
+        ("1.4 times, within two hours", lambda m: 1.4 if m > 0 else 1.0, 60, 120),
+        ("half, within two hours", lambda m: 0.5 if m > 0 else 1.0, 60, 120),
+        ("a ramp to 1.8 over ten hours, past 1.25", lambda m: 1 + 0.8 * min(1, max(0, m / 600)), 187, 420),
+    ],
+)
+def test_the_default_settings_see_what_lasts_and_not_what_passes(case, shape, soonest, latest):
+    at = first_drift(shape)
+    assert at is None if soonest is None else soonest <= at <= latest, (case, at)

@@ -351,6 +351,18 @@ def test_stable_that_does_not_come_up_keeps_the_healthy_canary(story, names):
     assert s.status.stable.artifact == fast and s.condition("Degraded").status == "False"
 
 
+def test_what_pods_say_at_length_is_cut_to_what_a_status_holds(story, names):
+    s = story(scripts=[script(names[0])])
+    s.establish()
+    s.drift()
+    s.until_phase(Phase.PROMOTING)
+    seen = s.world.observe()
+    pods = tuple(replace(p, is_ready=False, unschedulable="0/99 nodes " * 90) for p in seen.stable.pods)
+    late = replace(seen, now=seen.now + 20 * MINUTE, stable=replace(seen.stable, pods=pods))
+    _, status = reconcile(s.spec, s.status, late)
+    assert status.rollout.abort_reason == "PromotionStalled" and len(status.rollout.abort_message) == 1024
+
+
 def test_a_canary_pod_that_is_lost_is_made_again_and_measured_anew(story, names):
     fast, _ = names
     s = story(scripts=[script(fast)])

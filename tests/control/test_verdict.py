@@ -1,6 +1,7 @@
 """The verdict on a step: what each metric says of so many requests, and what the probes say."""
 
 import random
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -88,6 +89,12 @@ def test_messages_say_how_much_and_how_many():
     assert tpot.ratio_milli == pytest.approx(2000, rel=0.1)
     assert tpot.ratio_low_milli < tpot.ratio_milli < tpot.ratio_high_milli
     assert errors.canary == "0/60"
+
+
+@pytest.mark.parametrize("nonsense", [float("nan"), float("inf"), -1.0, 0.0, None])
+def test_times_that_are_no_times_are_no_evidence(nonsense):
+    told = [replace(r, ttft_s=nonsense, tpot_s=nonsense) for r in requests(60)]
+    assert verdicts(told, requests(60, seed=2)) == [PASS, OPEN, OPEN]
 
 
 def metric(verdict):

@@ -50,6 +50,7 @@ def seen(samples, end=10, length=10, fill=NO_FILL):
         ("what is booked at the start does not count", [sample(-1, 0), sample(0, 3), sample(5, 10)], 7),
         ("a pod that went is counted as far as it was seen", [sample(1, 0), sample(2, 4), sample(8, 0, series="b")], 4),
         ("the same moment twice is one sample", [sample(1, 0), sample(1, 0), sample(2, 4)], 4),
+        ("a counter below zero counts nothing", [sample(1, 50), sample(2, -7)], 0),
         ("nothing is nothing", [], 0),
     ],
 )

@@ -126,7 +126,7 @@ def promoting(turn: Turn, status: Status) -> Turned:
             f"the stable pods did not all take {short_name(rollout.artifact)} over by {clock(deadline)}"
             f"{_pod_troubles(turn)}; the healthy canary keeps its traffic"
         )
-        rollout = replace(rollout, abort_reason="PromotionStalled", abort_message=text)
+        rollout = replace(rollout, abort_reason="PromotionStalled", abort_message=text[:1024])
         return replace(status, rollout=rollout), (EmitEvent(EventType.WARNING, "PromotionStalled", text),)
     return status, ()
 

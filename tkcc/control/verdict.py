@@ -5,6 +5,7 @@ alpha / (k (k + 1)), so that looking often does not make a false Fail more likel
 good artifact for ever. Passing spends nothing: a canary right at its limit is allowed to pass.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -185,11 +186,16 @@ def _middle_ms(samples: list[Sample]) -> str:
 
 def _ttft(requests: Iterable[RequestSample]) -> list[Sample]:
     """The size is what had to be prefilled: a cold cache does more work, which is not the canary's fault."""
-    done = (r for r in requests if r.outcome == "ok" and r.ttft_s)
-    return [Sample(r.ttft_s or 0.0, max(1, r.prompt_tokens - r.cached_tokens)) for r in done]
+    done = ((r, r.ttft_s) for r in requests if r.outcome == "ok" and _is_time(r.ttft_s))
+    return [Sample(ttft_s or 0.0, max(1, r.prompt_tokens - r.cached_tokens)) for r, ttft_s in done]
 
 
 def _tpot(requests: Iterable[RequestSample]) -> list[Sample]:
     """The size is the mean context that a token attended to."""
-    done = (r for r in requests if r.outcome == "ok" and r.tpot_s)
-    return [Sample(r.tpot_s or 0.0, max(1.0, r.prompt_tokens + r.output_tokens / 2)) for r in done]
+    done = ((r, r.tpot_s) for r in requests if r.outcome == "ok" and _is_time(r.tpot_s))
+    return [Sample(tpot_s or 0.0, max(1.0, r.prompt_tokens + r.output_tokens / 2)) for r, tpot_s in done]
+
+
+def _is_time(value_s: float | None) -> bool:
+    """A pod may say anything: what is no time is no sample, and never stops a turn."""
+    return value_s is not None and 0.0 < value_s < math.inf

@@ -83,8 +83,8 @@ def increases(samples: Iterable[MetricSample], cache_fill: timedelta) -> tuple[I
 
 
 def _grown(before: int, now: int) -> int:
-    """Increase of a counter; one that fell has restarted and counts from zero."""
-    return now - before if now >= before else now
+    """Increase of a counter; one that fell has restarted and counts from zero. Never negative, whatever a pod says."""
+    return now - before if now >= before else max(0, now)
 
 
 def window(history: Sequence[Increase], first_at: datetime | None, end: datetime, length: timedelta) -> Window:

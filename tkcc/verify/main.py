@@ -4,6 +4,8 @@ import hashlib
 import os
 import signal
 import socket
+import sys
+import traceback
 from pathlib import Path
 
 import torch
@@ -33,6 +35,18 @@ def source_hash() -> str:
 
 
 def main(channel_fd: int) -> int:
+    """Never returns: libraries' reports at the interpreter's end would bury the judge's own last words."""
+    status = 1
+    try:
+        status = _serve(channel_fd)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _serve(channel_fd: int) -> int:
     sandbox.die_with_parent()
     sandbox.hide_memory()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's to handle

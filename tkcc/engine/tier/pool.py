@@ -25,7 +25,7 @@ from tkcc.engine.tier.link import Link, child_environment, start_child, stop_chi
 from tkcc.engine.tier.pids import PidLimit
 from tkcc.engine.tier.sandbox import Limits, Profile
 
-FORKSERVER_START_S = 120.0
+FORKSERVER_START_S = 300.0  # importing torch takes seconds, on a starved core minutes
 FORK_S = 20.0
 EXIT_S = 10.0
 EXIT_REPORT_S = 1.0

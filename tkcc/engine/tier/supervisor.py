@@ -27,7 +27,7 @@ from tkcc.engine.tier.pool import Pool, PoolError, Runner, RunnerKind
 from tkcc.engine.tier.records import Build, Judgement, Stage, TierError
 
 HOLDER_START_S = 300.0
-JUDGE_START_S = 120.0
+JUDGE_START_S = 300.0
 WORKLOAD_S = 300.0
 MAX_JUDGE_STARTS = 3
 
@@ -67,7 +67,11 @@ class Supervisor:
                 f"this kernel cannot contain candidates: it lacks {'; '.join(missing)}. Use another machine, or run"
                 " trusted candidates only with --allow-unconfined"
             )
+        say(f"tier {self.config.tier}: loading weights from {self.config.model_dir}")
         await self._start_holder()
+        say(
+            f"tier {self.config.tier}: {self._weights.num_bytes >> 20} MiB of weights sealed; forkserver and judge next"
+        )
         self.pool = Pool(self.config, self._weights_fd, self._weights.num_bytes)
         try:
             await self.pool.start()
@@ -76,6 +80,7 @@ class Supervisor:
         await self._start_judge()
         self._add_task(self._work())
         self.state = "WAITING"
+        say(f"tier {self.config.tier}: waiting for a workload")
 
     async def _start_holder(self) -> None:
         config = self.config
@@ -320,6 +325,7 @@ class Supervisor:
                 self.info |= {"noiseFloor": body["noise_floor"], "calibration": body["calibration"]}
                 self.cells = body["cells"]
                 self.state = "READY"
+                say(f"tier {self.config.tier}: calibrated, noise floor {100 * body['noise_floor']:.1f} %")
                 self._idle.set()
             case "failed":
                 self.state, self.failure = "FAILED", body["reason"]
@@ -399,6 +405,11 @@ class Supervisor:
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def say(text: str) -> None:
+    """A line for whoever reads this process's log."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def _forget_oldest(records: dict[str, Any], keep: int) -> None:

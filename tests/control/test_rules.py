@@ -79,6 +79,20 @@ def test_rule_2_drift_during_the_canary_is_queued(story, names):
     s.run(40, lambda s: s.status.stable.artifact == other)
 
 
+def test_rule_2_nothing_counts_as_drift_during_a_rollout(story, names):
+    s = story({"rollout": {"approval": "BeforePromote", "artifact": ""}})
+    s.add_artifact(names[0])
+    s.establish()
+    s.change({"rollout": {"artifact": names[0]}})
+    s.until_phase(Phase.CANARY)
+    s.world.load = AWAY
+    s.run(15)
+    drift = s.status.drift
+    assert s.status.phase is Phase.CANARY and drift.long_distance_milli > 1000
+    assert (drift.ticks, drift.drifted) == (0, False)
+    assert "not looked at during a rollout" in s.condition("TrafficDrifted").message
+
+
 @pytest.mark.parametrize("phase", [Phase.WARMING, Phase.CANARY])
 @pytest.mark.parametrize(
     "case, patch",

@@ -90,6 +90,7 @@ def test_an_artifact_that_was_rolled_back_is_not_reused(story, names):
     s.run(40)
     assert s.status.stable.artifact == other
     assert s.reasons().count("RolledBack") == 1
+    assert s.reasons().count("CandidateSelected") == 3, "two found, one known: not chosen again and again"
 
 
 def test_no_improvement_rebases_the_plan_and_is_not_searched_again(story, no_improvement):

@@ -144,13 +144,20 @@ async def _follow(
                     told.add(line)
                     say(line)
         finally:
-            if process.returncode is None:
-                with suppress(ProcessLookupError):
-                    process.kill()
-            await process.wait()
+            await _end(process)
         if not await asyncio.to_thread(_is_running, ground, load, namespace):
             return
         await asyncio.sleep(1.0)
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Let it exit by itself first: a signal to one that just has would steal its exit status from asyncio."""
+    try:
+        await asyncio.wait_for(process.wait(), 2)
+    except TimeoutError:
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
 
 
 def _is_running(ground: Ground, load: Load, namespace: str) -> bool:

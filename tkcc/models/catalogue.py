@@ -45,11 +45,11 @@ CATALOGUE = {
 
 
 def default_dir(name: str, dtype: torch.dtype = torch.bfloat16) -> Path:
-    """Where `name` is cached: named by what went in, so that a change of either makes a new directory."""
+    """Where `name` is cached: under a key of what went in, so that a change makes a new directory, by its own name."""
     model = CATALOGUE[name]
     key = hashlib.sha256(f"{model.gguf_sha256} {dtype} {LAYOUT}".encode()).hexdigest()[:12]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "tkcc" / "models" / f"{name}-{key}"
+    return cache / "tkcc" / "models" / key / name
 
 
 def import_model(

@@ -25,24 +25,37 @@ def kv_block_bytes(spec: BuildSpec) -> int:
 
 
 def make_batch(step: StepBatch, block_tokens: int, device: torch.device) -> Batch:
-    """The step's tensors on `device`; page tables cut to what the context needs and padded with the scratch block."""
+    """The step's tensors on `device`; page tables cut to what the context needs and padded with the scratch block.
+
+    All of them are parts of one tensor, so that a step pays for one copy to the device.
+    """
     requests = step.requests
-    num_pages = [-(-request.context // block_tokens) for request in requests]
-    width = max(num_pages)
+    tokens = [token for request in requests for token in request.tokens]
     positions = [p for request in requests for p in range(request.start, request.context)]
     slots = [
         request.blocks[p // block_tokens] * block_tokens + p % block_tokens
         for request in requests
         for p in range(request.start, request.context)
     ]
-    pages = [[*request.blocks[:n], *([0] * (width - n))] for request, n in zip(requests, num_pages, strict=True)]
-    contexts = tuple(request.context for request in requests)
+    contexts = [request.context for request in requests]
+    num_pages = [-(-context // block_tokens) for context in contexts]
+    width = max(num_pages)
+    pages = [
+        page
+        for request, count in zip(requests, num_pages, strict=True)
+        for page in (*request.blocks[:count], *([0] * (width - count)))
+    ]
+    host = torch.tensor([*tokens, *positions, *slots, *contexts, *pages])
+    if device.type == "cuda":
+        host = host.pin_memory()  # else the copy would wait for the device
+    T, B = len(tokens), len(requests)
+    parts = host.to(device, non_blocking=True).split((T, T, T, B, B * width))
     return Batch(
-        tokens_t=torch.tensor([t for request in requests for t in request.tokens], device=device),
-        positions_t=torch.tensor(positions, device=device),
-        slots_t=torch.tensor(slots, device=device),
-        pages_bp=torch.tensor(pages, device=device),
+        tokens_t=parts[0],
+        positions_t=parts[1],
+        slots_t=parts[2],
+        pages_bp=parts[4].view(B, width),
         query_starts=(0, *accumulate(len(request.tokens) for request in requests)),
-        context_lens=contexts,
-        context_b=torch.tensor(contexts, device=device),
+        context_lens=tuple(contexts),
+        context_b=parts[3],
     )

@@ -111,6 +111,18 @@ def test_seeds_repeat_and_differ(client, server):
     assert text(1, top_p=1e-6) == text(2, temperature=0)  # a nucleus of one is greedy
 
 
+def test_an_answer_ends_at_the_end_of_sequence_token_unless_that_is_ignored(client, server):
+    ask = {"model": server.name, "prompt": PROMPT, "max_tokens": 300, "temperature": 2}
+    for seed in range(20):  # one token in 512 or so
+        answer = client.completions.create(**ask, seed=seed)
+        if answer.choices[0].finish_reason == "stop":
+            break
+    assert answer.usage.completion_tokens < 300 and answer.choices[0].finish_reason == "stop"
+    longer = client.completions.create(**ask, seed=seed, extra_body={"ignore_eos": True})
+    assert longer.usage.completion_tokens == 300 and longer.choices[0].finish_reason == "length"
+    assert longer.choices[0].text.startswith(answer.choices[0].text.rstrip("\ufffd"))
+
+
 def test_logprobs_of_a_completion(client, server, model_dir, tokenizer):
     answer = client.completions.create(model=server.name, prompt=PROMPT, max_tokens=4, temperature=0, logprobs=3)
     logprobs = answer.choices[0].logprobs

@@ -54,8 +54,7 @@ class Answer:
 
     def whole(self, text: str, tokens: Sequence[SampledToken], finish: FinishReason, usage: Usage) -> dict[str, Any]:
         choice = self.choice(text, tokens)
-        body = self._body(self.object_name, [{"index": 0, **choice, "finish_reason": finish}], usage)
-        return body
+        return self._body(self.object_name, [{"index": 0, **choice, "finish_reason": finish}], usage)
 
     def _body(self, name: str, choices: list[dict[str, Any]], usage: Usage | None) -> dict[str, Any]:
         body = {**self._head, "object": name, "choices": choices}

@@ -149,7 +149,7 @@ class PublicApi:
             seed=body.seed,
             num_logprobs=num_logprobs,
             max_new_tokens=max_tokens,
-            stop_token_ids=served.tokenizer.eos_ids,
+            stop_token_ids=frozenset() if body.ignore_eos else served.tokenizer.eos_ids,
         )
         try:
             return served.engine.submit(

@@ -46,6 +46,7 @@ class GenerationRequest(_Strict):
     seed: int | None = None
     stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
+    ignore_eos: bool | None = None  # not OpenAI's, but common: a replay wants the length it asks for
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 

@@ -49,7 +49,7 @@ def make_batch(step: StepBatch, block_tokens: int, device: torch.device) -> Batc
     if device.type == "cuda":
         host = host.pin_memory()  # else the copy would wait for the device
     T, B = len(tokens), len(requests)
-    parts = host.to(device, non_blocking=True).split((T, T, T, B, B * width))
+    parts = torch.split(host.to(device, non_blocking=True), [T, T, T, B, B * width])
     return Batch(
         tokens_t=parts[0],
         positions_t=parts[1],

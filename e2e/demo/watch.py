@@ -19,6 +19,7 @@ from tkcc.kube.errors import ClusterError
 from tkcc.kube.resources import CONFIG_MAP, INFERENCE_DEPLOYMENT, RECOMPILATION_RUN, JsonObject
 
 LOOK_EVERY_S = 1.0
+HELD_LOOKS = 4
 
 
 @dataclass
@@ -28,6 +29,7 @@ class SeenRun:
     workload: str  # what was being sent when it started
     since_s: float
     journal: int = 0  # lines told
+    looks_held: int = 0  # a line was kept back, for want of the status that says what its candidate is about
 
     @property
     def end(self) -> Any:
@@ -130,11 +132,14 @@ class Watcher:
         lines = ((config_map or {}).get("data") or {}).get("journal.jsonl", "").splitlines()
         for line in lines[seen.journal :]:
             fact = candidate_of(run, line, seen.status)
+            if fact and not fact.hypothesis and seen.looks_held < HELD_LOOKS and seen.end is None:
+                seen.looks_held += 1
+                return
+            seen.journal, seen.looks_held = seen.journal + 1, 0
             if fact:
                 self._story.candidates.append(fact)
                 where = f"{fact.tier} {fact.stage}"
                 self.tell(candidate_entry(where, fact.digest, fact.outcome, fact.gain_milli, fact.hypothesis))
-        seen.journal = len(lines)
 
 
 def candidate_of(run: str, line: str, status: RunStatus) -> CandidateFact | None:

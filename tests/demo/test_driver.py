@@ -98,16 +98,22 @@ async def test_the_watcher_tells_each_thing_once_and_keeps_the_facts():
     objects, story, shown = Objects(), Story(), []
     watcher = Watcher(objects, "default", "smollm2", story, lambda: 5.0, shown.append)
     objects.deployment(conditions=(READY,), stable=Revision(digest=BASELINE))
+    top = (CandidateSummary(FOR_A, "fast", "ACCEPTED", 90, "fewer copies"),)
     objects.run("r1", RunStatus(), START, ACCEPTED)
+    await watcher.look()
+    assert story.candidates == [], "told before the status says what the candidate is about"
+    objects.run("r1", RunStatus(top=top), START, ACCEPTED)
     await watcher.look()
     first = len(shown)
     await watcher.look()
-    assert len(shown) == first and len(story.looks) == 2
+    assert len(shown) == first and len(story.looks) == 3
+    assert [told.text for told in shown if told.topic == "verdict"] == [
+        "fast screen aaaaaaaaaa ACCEPTED +9.5 % time saved: fewer copies"
+    ]
     assert [(c.reload_s, c.gain_milli, c.stage) for c in story.candidates] == [(0.7, 95, "screen")]
     assert story.revisions == [BASELINE]
 
     ended = Condition("Succeeded", ConditionStatus.TRUE, "SearchSucceeded", "1 accepted", 1)
-    top = (CandidateSummary(FOR_A, "fast", "ACCEPTED", 90, "h"),)
     objects.run(
         "r1", RunStatus(candidates=CandidateCounts(2, 1, 1), top=top, conditions=(ended,)),
         START, ACCEPTED, _verdict(FOR_B, Outcome.WRONG, 0.0, 0.0),

@@ -70,4 +70,5 @@ def test_a_kv_cache_has_the_contracts_layout(model):
     spec = BuildSpec(load_config(model), torch.bfloat16, CPU, 16, 5, 1)
     kv = make_kv_cache(spec)
     assert kv.k_lnksd.shape == kv.v_lnksd.shape == (2, 5, 2, 16, 8) and kv.k_lnksd.dtype == torch.bfloat16
+    assert not kv.k_lnksd.any() and not kv.v_lnksd.any() and kv.k_lnksd.data_ptr() != kv.v_lnksd.data_ptr()
     assert kv_block_bytes(spec) * 5 == 2 * kv.k_lnksd.numel() * 2

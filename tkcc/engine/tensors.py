@@ -1,5 +1,7 @@
 """From the host's words to the device's: a StepBatch becomes a Batch, and the KV cache is made."""
 
+import math
+import mmap
 from itertools import accumulate
 
 import torch
@@ -12,10 +14,15 @@ def make_kv_cache(spec: BuildSpec) -> KVCache:
     """Zeroed keys and values [L, N, K, S, D]; block 0 is the scratch block."""
     config = spec.config
     shape = (config.num_layers, spec.num_blocks, config.num_kv_heads, spec.block_tokens, config.head_dim)
-    return KVCache(
-        torch.zeros(shape, dtype=spec.dtype, device=spec.device),
-        torch.zeros(shape, dtype=spec.dtype, device=spec.device),
-    )
+    return KVCache(_zeros(shape, spec), _zeros(shape, spec))
+
+
+def _zeros(shape: tuple[int, ...], spec: BuildSpec) -> torch.Tensor:
+    """On a CPU fresh pages of the kernel's, which are zero and take no memory until they are written."""
+    if spec.device.type != "cpu":
+        return torch.zeros(shape, dtype=spec.dtype, device=spec.device)
+    memory = mmap.mmap(-1, math.prod(shape) * spec.dtype.itemsize)
+    return torch.frombuffer(memory, dtype=spec.dtype).view(shape)
 
 
 def kv_block_bytes(spec: BuildSpec) -> int:

@@ -22,6 +22,7 @@ FAIL_ALPHA = 0.01  # chance that one metric of an equal canary ever fails in a s
 PASS_ALPHA = 0.05  # chance that one metric of a canary at its limit passes in one measurement
 NEAR_TIE_NATS = 0.05  # two tokens this close in the stable pod's logprobs: rounding may choose either
 MAX_NEAR_TIE_RATIO = 0.5  # more prompts than this ending in near ties is no rounding
+MIN_TIES = 3  # below it a near tie or two may come first by chance, while the other prompts are still to be asked
 
 MAX_STALLED_RATIO = 0.5  # more unfinished requests than the stable pods by this share of the started
 
@@ -53,7 +54,7 @@ def judge_probes(probes: Iterable[ProbeSeen], pods: Sequence[str], after: dateti
                     f"gap {size}, a near tie is {NEAR_TIE_NATS} or less",
                 )
             ties.append(probe.prompt_id)
-        if len(ties) > MAX_NEAR_TIE_RATIO * len(answered):
+        if len(ties) >= MIN_TIES and len(ties) > MAX_NEAR_TIE_RATIO * len(answered):
             return Failure(
                 "CorrectnessRegressed",
                 f"{len(ties)} of {len(answered)} probes on {pod} end in near ties; rounding explains at most half",

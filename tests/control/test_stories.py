@@ -6,6 +6,7 @@ from datetime import timedelta
 import pytest
 
 from tkcc.api.fields import BASELINE
+from tkcc.api.report import Verdict
 from tkcc.api.run import RunOutcome, Trigger
 from tkcc.api.spec import Mode
 from tkcc.api.status import Phase, Source
@@ -141,6 +142,46 @@ def test_aborts(story, names, case, behaviour, reason, weights):
     assert s.condition("Ready").status == "True"
     s.run(20)
     assert s.reasons().count("CanaryStarted") == 1, "it is asked for once, and tried once"
+
+
+@pytest.mark.parametrize("limit", [0, 1, 3])
+def test_so_many_failed_measurements_are_forgiven_and_no_more(story, names, limit):
+    patch = {"rollout": {"artifact": names[0], "analysis": {"failureLimit": limit}}}
+    s = story(patch, behaviours={names[0]: Behaviour(3.0)})
+    s.add_artifact(names[0])
+    failures = []
+    while not s.status.rolled_back:
+        s.run(1 / 3)
+        rollout = s.status.rollout
+        if rollout and rollout.measurement and any(m.verdict is Verdict.FAIL for m in rollout.analysis):
+            failures.append(rollout.measurement)
+    assert len(set(failures)) == limit + 1
+
+
+def test_a_step_does_not_pass_on_old_probes(story, names):
+    s = story(scripts=[script(names[0])])
+    s.establish()
+    s.drift()
+    s.run(40, lambda s: s.status.rollout and s.status.rollout.measured_since)
+    s.world.probes = {key: replace(p, at=s.status.rollout.started_at) for key, p in s.world.probes.items()}
+    s.world._probe = lambda names, after: None
+    s.run(7)
+    assert (s.status.phase, s.status.rollout.step) == (Phase.CANARY, 0)
+    assert [m.verdict for m in s.status.rollout.analysis if m.metric == "Probes"] == [Verdict.INCONCLUSIVE]
+    s.until_phase(Phase.ROLLING_BACK, 5)
+    assert "probes are not answered yet" in s.status.rollout.abort_message
+
+
+def test_after_a_rollback_drift_is_looked_for_anew(story, names):
+    s = story({"drift": {"ticks": 4}}, behaviours={names[0]: Behaviour(is_wrong=True)}, scripts=[script(names[0])])
+    s.establish()
+    s.drift()
+    s.until_phase(Phase.ROLLING_BACK)
+    s.until_phase(Phase.SERVING)
+    assert s.status.drift.evidence_since == s.world.now and s.status.drift.ticks == 0
+    s.run(2)
+    assert not s.status.drift.drifted, "its ticks begin after the rollout"
+    s.run(8, lambda s: s.status.drift.drifted)
 
 
 def test_adopting_again_by_hand_takes_another_look(story, names):

@@ -9,7 +9,7 @@ from tkcc.api.report import Verdict
 from tkcc.api.status import MetricAnalysis
 from tkcc.control.observed import Observed, PodSeen
 from tkcc.control.turn import in_service, live_pods, serves
-from tkcc.control.verdict import Failure, Started, is_probed, judge_probes
+from tkcc.control.verdict import Failure, Started, is_probed
 from tkcc.stats.proportion import share_is_near
 
 _SHARE_SLACK_RATIO = 0.05  # connections, not requests, are what is shared out
@@ -19,8 +19,9 @@ _MIN_SHARED = 8  # requests, over all pods, below which a share says nothing
 
 @dataclass(frozen=True)
 class Cohorts:
-    """Names of pods. `loaded`: ready and running the candidate by their own word; `warm`: loaded and probed, or let in
-    already; `canary`, `stable`: ready and in service. `cohort`: as many of `stable` as the canary has pods."""
+    """Names of pods. `loaded`: ready and running the candidate by their own word; `warm`: loaded and probed (a wrong
+    answer of any ends the rollout), or let in already; `canary`, `stable`: ready and in service. `cohort`: as many of
+    `stable` as the canary has pods."""
 
     loaded: tuple[str, ...]
     warm: tuple[str, ...]
@@ -85,13 +86,7 @@ def cohorts(seen: Observed, artifact: str, since: datetime) -> Cohorts:
     candidates = [p for p in live_pods(seen.canary) if p.template_artifact == artifact]
     loaded = [p for p in candidates if p.is_ready and serves(p, artifact)]
     let_in = [p for p in candidates if p.in_service and (serves(p, artifact) or not p.artifact_digest)]
-    fresh = [
-        p.name
-        for p in loaded
-        if not p.in_service
-        and is_probed(seen.probes, seen.probe_ids, p.name, since)
-        and judge_probes(seen.probes, (p.name,), since) is None
-    ]
+    fresh = [p.name for p in loaded if not p.in_service and is_probed(seen.probes, seen.probe_ids, p.name, since)]
     return Cohorts(
         loaded=tuple(sorted(p.name for p in loaded)),
         warm=(*sorted(p.name for p in let_in), *sorted(fresh)),

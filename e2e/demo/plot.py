@@ -102,7 +102,7 @@ def _axes(frame: _Frame, ticks: Sequence[float], unit: str) -> list[str]:
             x = frame.x(tick * 60)
             label = f"{_number(tick)} min" if tick == 0 else _number(tick)
             parts.append(f'<text class="small" text-anchor="middle" x="{x:.1f}" y="{HEIGHT - 14}">{label}</text>')
-    parts.append(f'<text class="small" x="{LEFT}" y="14">{escape(unit)}</text>')
+    parts.append(f'<text class="small" x="2" y="14">{escape(unit)}</text>')
     return parts
 
 

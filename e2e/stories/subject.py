@@ -304,8 +304,10 @@ def infdep(namespace: str, name: str, spec: Mapping[str, Any]) -> dict[str, Any]
 
 
 def make_namespace(stage: Stage, namespace: str) -> None:
-    """With a claim on the directory that holds all models."""
+    """Anew, with a claim on the directory that holds all models."""
     volume = f"{namespace}-{CLAIM}"
+    for left in (f"namespace/{namespace}", f"persistentvolume/{volume}"):  # of a session that kept its stage
+        stage.ground.kubectl("delete", left, "--ignore-not-found", "--timeout=100s")
     objects: list[dict[str, Any]] = [
         {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}},
         {

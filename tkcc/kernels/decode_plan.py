@@ -24,7 +24,7 @@ class Layout:
 
     warps: int = 8
     slots: int = 6  # 4 KiB ring slots of each warp
-    part_floats: int = 1024  # chunk sums of one pass, twice
+    part_floats: int = 512  # chunk sums of one pass, twice
 
     def smem_bytes(self, shape: DecodeShape, batch: int) -> int:
         """Bytes of `struct Shared` in cuda/shape.cu, to within its alignment."""
@@ -33,7 +33,7 @@ class Layout:
         scratch = (self.warps + 1) * group * (shape.head_dim + 2) * 4
         fixed = 8 * self.part_floats + 2 * batch * padded + scratch + 2 * (group + 2) * shape.head_dim
         fixed += 4 * batch * shape.head_dim + 8 * self.warps * batch
-        fixed += 4 * shape.num_layers * self.warps + 4 * (self.warps + 2) * group + 640
+        fixed += 4 * shape.num_layers * self.warps + 4 * (self.warps + 2) * group + 168 * self.warps + 640
         return fixed + self.warps * self.slots * (UNIT_BYTES + 16)
 
 
@@ -41,7 +41,7 @@ def fit_layout(shape: DecodeShape, batch: int) -> Layout:
     """The default layout with as many ring slots as shared memory has room for. Raises ValueError if it has for none."""
     widest = max(shape.hidden, shape.attention_width, shape.ffn)
     sums = UNIT_ROWS * _padded_batch(batch)
-    part_floats = max(1024, -(-widest // UNIT_COLS) * sums)  # at least one row group a pass
+    part_floats = max(512, -(-widest // UNIT_COLS) * sums)  # at least one row group a pass
     for slots in range(12, 1, -1):
         layout = Layout(slots=slots, part_floats=part_floats)
         if layout.smem_bytes(shape, batch) <= SMEM_BYTES:

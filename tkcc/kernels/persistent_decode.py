@@ -118,7 +118,8 @@ class PersistentDecode:
         self.layout = layout or fit_layout(shape, batch)
         self.grid = grid or torch.cuda.get_device_properties(self.device).multi_processor_count
         self.cta_is_multiprocessor = speeds is not None
-        self.min_blocks, self.max_spins, self.back_off_ns = 4, 20_000_000, 0
+        self.min_blocks = 1
+        self.max_spins, self.back_off_ns = 20_000_000, 0
         if self.grid < batch * shape.num_kv_heads:
             raise ValueError(f"{batch} x {shape.num_kv_heads} KV heads need as many CTAs, but the grid has {self.grid}")
         block = block_positions(shape)

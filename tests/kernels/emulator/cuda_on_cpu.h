@@ -189,7 +189,9 @@ DEVICE int read_flag(const int* flag) { return *flag; }
 DEVICE void prefetch_l2(const void*) {}
 DEVICE void fence_async_proxy() {}
 DEVICE void back_off(u32) {}
+template <int COUNT>
 DEVICE void take_registers() {}
+template <int COUNT>
 DEVICE void give_registers() {}
 DEVICE void pause(bool) { emulator::yield(); }
 DEVICE void barrier_init(u64* barrier) { *barrier = 0; }

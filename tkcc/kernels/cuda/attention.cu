@@ -2,26 +2,46 @@
 // values are read once; a warp takes some of these blocks. Partial results meet in shared memory, and, if a head is
 // split over several CTAs, in all of them: each merges a part of the head's dims.
 
+// What one warp prepares of the new position: a query head, or the key, or the value of the role's KV head.
+struct InputJob {
+  int row;     // of q|k|v, its first
+  u16* to;     // in shared memory
+  u16* cache;  // its place in layer 0's cache, for keys and values
+  bool is_q, is_v;
+};
+DEVICE InputJob input_job(const Params& p, Shared& s, const Role& role, int number) {
+  InputJob job;
+  job.is_q = number < G;
+  job.is_v = number == G + 1;
+  job.row = role.b * QKV + (job.is_q ? (role.kv_head * G + number) * HD : AW + (job.is_v ? K * HD : 0) + role.kv_head * HD);
+  job.to = job.is_q ? s.q[number] : job.is_v ? s.v_new : s.k_new;
+  const long long head = (long long)role.b * K + role.kv_head;
+  job.cache = (job.is_v ? p.values : p.keys) + (head * p.kv_capacity + role.past) * HD;
+  return job;
+}
+
 // Raw q, k, v of the new position: normed (Qwen3), rotated, rounded to bf16 into shared memory; k and v to the cache.
-DEVICE void attention_inputs(const Params& p, Shared& s, const Exchange& exchange, const Role& role, int layer) {
+// `job` is the warp's first.
+DEVICE void attention_inputs(const Params& p, Shared& s, const Exchange& exchange, const Role& role, InputJob job,
+                             const u32* raw, int layer) {
   constexpr int OWN = HD / 32;  // a lane's dims: lane + 32 i, so both halves of each rotated pair are its own
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const bool has_new = role.slot == role.slots - 1;
-  const u32* raw = exchange.at(layer, AT_QKV) + role.b * QKV;
-  for (int job = warp; job < (has_new ? G + 2 : G); job += NW) {
-    const bool is_q = job < G, is_v = job == G + 1;
-    int row = is_q ? (role.kv_head * G + job) * HD : AW + (is_v ? K * HD : 0) + role.kv_head * HD;
+  const int jobs = role.slot == role.slots - 1 ? G + 2 : G;
+#pragma unroll 1
+  for (int number = warp; number < jobs; number += NW) {
+    if (number != warp) job = input_job(p, s, role, number);
+    const u32* words = raw + job.row + lane;
     float x[OWN];
     u32 first[OWN];
 #pragma unroll
-    for (int i = 0; i < OWN; ++i) first[i] = load_relaxed(raw + row + lane + 32 * i);
+    for (int i = 0; i < OWN; ++i) first[i] = load_relaxed(words + 32 * i);
 #pragma unroll
     for (int i = 0; i < OWN; ++i) {
-      if (first[i] == EMPTY) first[i] = exchange.poll(raw + row + lane + 32 * i, 100 + layer);
+      if (first[i] == EMPTY) first[i] = exchange.poll(words + 32 * i, 600 + layer);
       x[i] = as_float(first[i]);
     }
-    if (QK_NORM && !is_v) {
-      const u16* norm = p.qk_norms + (2 * layer + (is_q ? 0 : 1)) * HD;
+    if (QK_NORM && !job.is_v) {
+      const u16* norm = p.qk_norms + (2 * layer + (job.is_q ? 0 : 1)) * HD;
       float squares = 0.0f;
 #pragma unroll
       for (int i = 0; i < OWN; ++i) squares = add_rn(squares, mul_rn(x[i], x[i]));
@@ -29,35 +49,31 @@ DEVICE void attention_inputs(const Params& p, Shared& s, const Exchange& exchang
 #pragma unroll
       for (int i = 0; i < OWN; ++i) x[i] = mul_rn(mul_rn(x[i], rstd), from_bf16(norm[lane + 32 * i]));
     }
-    if (!is_v) {
-      float turned[OWN];
+    if (!job.is_v) {
 #pragma unroll
       for (int i = 0; i < OWN / 2; ++i) {
         float cosine = s.rope[role.b][lane + 32 * i], sine = s.rope[role.b][HD / 2 + lane + 32 * i];
         float a = x[i], b = x[i + OWN / 2];
-        turned[i] = sub_rn(mul_rn(a, cosine), mul_rn(b, sine));
-        turned[i + OWN / 2] = add_rn(mul_rn(b, cosine), mul_rn(a, sine));
+        x[i] = sub_rn(mul_rn(a, cosine), mul_rn(b, sine));
+        x[i + OWN / 2] = add_rn(mul_rn(b, cosine), mul_rn(a, sine));
       }
-#pragma unroll
-      for (int i = 0; i < OWN; ++i) x[i] = turned[i];
     }
-    u16* to = is_q ? s.q[job] : is_v ? s.v_new : s.k_new;
-    long long head = (long long)(layer * B + role.b) * K + role.kv_head;
-    u16* cache = (is_v ? p.values : p.keys) + (head * p.kv_capacity + role.past) * HD;
+    u16* cache = job.cache + (long long)layer * B * K * p.kv_capacity * HD;
 #pragma unroll
     for (int i = 0; i < OWN; ++i) {
       u16 rounded = to_bf16(x[i]);
-      to[lane + 32 * i] = rounded;
-      if (!is_q) cache[lane + 32 * i] = rounded;
+      job.to[lane + 32 * i] = rounded;
+      if (!job.is_q) cache[lane + 32 * i] = rounded;
     }
   }
 }
 
-// Scores of a block into scratch [BLOCK][G]. A pass looks at PER_PASS positions, LANES lanes to each, 8 dims a lane;
+// Scores of a block into scratch [BLOCK][N]. A pass looks at PER_PASS positions, LANES lanes to each, 8 dims a lane;
 // while lanes are summed, partners trade heads, so that in the end each lane has one. Loops are kept short: code that
 // runs once a layer is seldom in the nearest instruction cache, and its length is its latency.
-constexpr int GP = G <= 1 ? 1 : G <= 2 ? 2 : G <= 4 ? 4 : 8;  // heads in that tree
-DEVICE void block_scores(const U4* keys, const float (&q)[G][8], int lane, float* scratch) {
+template <int N>  // heads
+DEVICE void block_scores(const U4* keys, const float (&q)[N][8], int lane, float* scratch) {
+  constexpr int GP = N <= 1 ? 1 : N <= 2 ? 2 : N <= 4 ? 4 : 8;  // heads in that tree
   constexpr int LEVELS = LANES == 8 ? 3 : 4;
 #pragma unroll 2
   for (int pass = 0; pass < 8; ++pass) {
@@ -70,7 +86,7 @@ DEVICE void block_scores(const U4* keys, const float (&q)[G][8], int lane, float
     for (int e = 0; e < 4; ++e) {
       float low = low_half(words[e]), high = high_half(words[e]);
 #pragma unroll
-      for (int h = 0; h < G; ++h) {
+      for (int h = 0; h < N; ++h) {
         dots[h] = fma_exact(low, q[h][2 * e], dots[h]);
         dots[h] = fma_exact(high, q[h][2 * e + 1], dots[h]);
       }
@@ -93,7 +109,7 @@ DEVICE void block_scores(const U4* keys, const float (&q)[G][8], int lane, float
         head += upper ? half : 0;
       }
     }
-    if (same == 0 && head < G) scratch[(pass * PER_PASS + lane / LANES) * G + head] = mul_rn(dots[0], SCORE_SCALE);
+    if (same == 0 && head < N) scratch[(pass * PER_PASS + lane / LANES) * N + head] = mul_rn(dots[0], SCORE_SCALE);
   }
 }
 constexpr float NO_SCORE = -3.0e38f;
@@ -105,16 +121,44 @@ DEVICE float max_over_warp(float value) {
   return as_float((u32)(bits ^ ((bits >> 31) & 0x7fffffff)));
 }
 
-// A warp's blocks: an online softmax in base 2. Leaves o[HD], m, l for each head in shared.attend[warp].
-DEVICE void attend_blocks(Shared& s, Stream& stream, const Role& role) {
-  const int lane = stream.lane, warp = stream.warp, blocks = role.last - role.first;
-  const int begin = role.first + share(blocks, warp), end = role.first + share(blocks, warp + 1);
-  if (begin == end) return;
+// How a CTA's warps divide its blocks: each has some of them, for all heads; or, if there are few, several warps share
+// one, each for some of the heads, which cuts what a short context waits for.
+struct Sharing {
+  int warps;        // that share a block; a power of two
+  int first_block, end_block, first_head;
+  int owner;        // the warp whose stream has the block
+};
+DEVICE Sharing sharing_of(const Role& role, int warp) {
+  const int blocks = role.last - role.first;
+  Sharing sharing{1, role.first + share(blocks, warp), role.first + share(blocks, warp + 1), 0, warp};
+  int warps = 1;
+  while (blocks && 2 * warps * blocks <= NW && G % (2 * warps) == 0) warps *= 2;
+  if (warps > 1) {
+    const int block = warp / warps, there = block < blocks;
+    sharing = Sharing{warps, role.first + block, role.first + block + there, warp % warps * (G / warps), warp};
+    while (there && share(blocks, sharing.owner + 1) != block + 1) sharing.owner = (sharing.owner + 1) % NW;
+    while (there && share(blocks, sharing.owner) != block) sharing.owner = (sharing.owner + 1) % NW;
+  }
+  return sharing;
+}
+// Whether a warp's partial result has head h.
+DEVICE bool has_part(const Role& role, const Sharing& mine, int warp, int h) {
+  const int blocks = role.last - role.first;
+  if (mine.warps == 1) return share(blocks, warp) != share(blocks, warp + 1);
+  return warp / mine.warps < blocks && h / (G / mine.warps) == warp % mine.warps;
+}
+
+// A warp's blocks, for N heads: an online softmax in base 2. Leaves o[HD], m, l for each head in shared.attend[warp].
+// If the block is shared, `stream` is a copy of its owner's, who frees the ring slots later.
+template <int N>
+DEVICE void attend_blocks(Shared& s, Stream& stream, int warp, const Sharing& sharing, int past) {
+  constexpr bool SHARED = N < G;
+  const int lane = stream.lane, begin = sharing.first_block, end = sharing.end_block;
   float* scratch = s.attend[warp];
-  float q[G][8], o[G * 8], m[G], l[G];
+  float q[N][8], o[N * 8], m[N], l[N];
 #pragma unroll
-  for (int h = 0; h < G; ++h) {
-    U4 pairs = *(const U4*)&s.q[h][(lane % LANES) * 8];
+  for (int h = 0; h < N; ++h) {
+    U4 pairs = *(const U4*)&s.q[sharing.first_head + h][(lane % LANES) * 8];
     const u32 words[4] = {pairs.x, pairs.y, pairs.z, pairs.w};
 #pragma unroll
     for (int e = 0; e < 4; ++e) q[h][2 * e] = low_half(words[e]), q[h][2 * e + 1] = high_half(words[e]);
@@ -124,22 +168,22 @@ DEVICE void attend_blocks(Shared& s, Stream& stream, const Role& role) {
     l[h] = 0.0f;
   }
   for (int block = begin; block < end; ++block) {
-    const int live = role.past - block * BLOCK;  // positions of this block that exist, if fewer than BLOCK
-    block_scores(stream.wait(), q, lane, scratch);
-    stream.release(1);
+    const int live = past - block * BLOCK;  // positions of this block that exist, if fewer than BLOCK
+    block_scores<N>(stream.wait(), q, lane, scratch);
+    SHARED ? stream.skip() : stream.release();
     const bool is_live = lane < min(live, BLOCK);  // from here on a lane has one position of the block
-    float p[G], top[G];
+    float p[N], top[N];
 #pragma unroll
-    for (int h = 0; h < G; ++h) p[h] = lane < BLOCK ? scratch[lane * G + h] : NO_SCORE;
+    for (int h = 0; h < N; ++h) p[h] = lane < BLOCK ? scratch[lane * N + h] : NO_SCORE;
     bool grows = false;
 #pragma unroll
-    for (int h = 0; h < G; ++h) {
+    for (int h = 0; h < N; ++h) {
       top[h] = fmaxf(m[h], max_over_warp(is_live ? p[h] : NO_SCORE));
       grows |= top[h] > m[h];
     }
     if (grows && block != begin) {  // the same in all lanes
 #pragma unroll
-      for (int h = 0; h < G; ++h) {
+      for (int h = 0; h < N; ++h) {
         float shrink = top[h] > m[h] ? exp2_exact(sub_rn(m[h], top[h])) : 1.0f;
         l[h] = mul_rn(l[h], shrink);
 #pragma unroll
@@ -147,12 +191,12 @@ DEVICE void attend_blocks(Shared& s, Stream& stream, const Role& role) {
       }
     }
 #pragma unroll
-    for (int h = 0; h < G; ++h) {
+    for (int h = 0; h < N; ++h) {
       m[h] = top[h];
       // Rounded to bf16, so that its products with values are exact; the sum below takes the rounded one, too.
       p[h] = is_live ? round_bf16(exp2_exact(sub_rn(p[h], m[h]))) : 0.0f;
       l[h] = add_rn(l[h], p[h]);
-      if (lane < BLOCK) scratch[lane * G + h] = p[h];
+      if (lane < BLOCK) scratch[lane * N + h] = p[h];
     }
     sync_warp();
     const U4* values = stream.wait();
@@ -163,26 +207,27 @@ DEVICE void attend_blocks(Shared& s, Stream& stream, const Role& role) {
       // What lies past the end is not ours to multiply by, not even by zero: it may be a NaN.
       if (position >= live) pairs = U4{0, 0, 0, 0};
       const u32 words[4] = {pairs.x, pairs.y, pairs.z, pairs.w};
-      float weight[G];
+      float weight[N];
 #pragma unroll
-      for (int h = 0; h < G; ++h) weight[h] = scratch[position * G + h];
+      for (int h = 0; h < N; ++h) weight[h] = scratch[position * N + h];
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         float low = low_half(words[e]), high = high_half(words[e]);
 #pragma unroll
-        for (int h = 0; h < G; ++h) {
+        for (int h = 0; h < N; ++h) {
           o[h * 8 + 2 * e] = fma_exact(low, weight[h], o[h * 8 + 2 * e]);
           o[h * 8 + 2 * e + 1] = fma_exact(high, weight[h], o[h * 8 + 2 * e + 1]);
         }
       }
     }
-    stream.release(1);  // also: every lane has read the probabilities
+    SHARED ? stream.skip() : stream.release();
+    sync_warp();  // every lane has read the probabilities
   }
   // Sum o over the lanes that had the same dims and other positions; each keeps a part of the (head, dim) pairs.
-  int kept = G * 8, from = 0;
+  int kept = N * 8, from = 0;
 #pragma unroll
   for (int bit = LANES; bit < 32; bit *= 2) {
-    const int half = bit == LANES ? G * 4 : G * 2;
+    const int half = bit == LANES ? N * 4 : N * 2;
     const bool upper = lane & bit;
 #pragma unroll
     for (int i = 0; i < half; ++i) {
@@ -194,15 +239,16 @@ DEVICE void attend_blocks(Shared& s, Stream& stream, const Role& role) {
     kept = half;
   }
 #pragma unroll
-  for (int i = 0; i < G * 4; ++i) {
+  for (int i = 0; i < N * 4; ++i) {
     if (i >= kept) break;
     int pair = from + i;
-    scratch[(pair / 8) * (HD + 2) + (lane % LANES) * 8 + pair % 8] = o[i];
+    scratch[(sharing.first_head + pair / 8) * (HD + 2) + (lane % LANES) * 8 + pair % 8] = o[i];
   }
 #pragma unroll
-  for (int h = 0; h < G; ++h) {
+  for (int h = 0; h < N; ++h) {
     float sum = warp_sum(l[h]);
-    if (lane == 0) scratch[h * (HD + 2) + HD] = m[h], scratch[h * (HD + 2) + HD + 1] = sum;
+    float* ml = scratch + (sharing.first_head + h) * (HD + 2) + HD;
+    if (lane == 0) ml[0] = m[h], ml[1] = sum;
   }
 }
 
@@ -222,15 +268,14 @@ DEVICE void attend_new(Shared& s, int warp, int lane) {
 }
 
 // What each partial result of this CTA (its warps', the new position's) weighs in their sum, for each head.
-DEVICE void weigh_warps(Shared& s, const Role& role, bool has_new) {
-  const int blocks = role.last - role.first;
+DEVICE void weigh_warps(Shared& s, const Role& role, const Sharing& sharing, bool has_new) {
   for (int i = threadIdx.x; i < (NW + 1) * G; i += NT) {
     const int mine = i / G, h = i % G;
     float top = NO_SCORE, m = NO_SCORE;
     bool is_there = false;
 #pragma unroll
     for (int w = 0; w <= NW; ++w) {
-      const bool there = w == NW ? has_new : share(blocks, w) != share(blocks, w + 1);
+      const bool there = w == NW ? has_new : has_part(role, sharing, w, h);
       const float of_warp = there ? s.attend[w][h * (HD + 2) + HD] : NO_SCORE;
       top = fmaxf(top, of_warp);
       if (w == mine) m = of_warp, is_there = there;
@@ -297,16 +342,32 @@ DEVICE void merge_ctas(const Params& p, const Shared& s, const Exchange& exchang
   }
 }
 
-DEVICE void attention(const Params& p, Shared& s, Stream& stream, const Exchange& exchange, const Role& role, int layer, u32 tag) {
+DEVICE void attention(const Params& p, Shared& s, Stream& stream, const Exchange& exchange, const Role& role,
+                      const InputJob& job, const u32* raw, int layer, u32 tag) {
   if (role.b < 0) return;
   const bool has_new = role.slot == role.slots - 1;
-  attention_inputs(p, s, exchange, role, layer);
+  const int warp = stream.warp;
+  const Sharing sharing = sharing_of(role, warp);
+  if (sharing.warps > 1 && stream.lane == 0) s.next_slot[warp] = stream.slot, s.next_parity[warp] = stream.parity;
+  attention_inputs(p, s, exchange, role, job, raw, layer);
   sync_first(NT);
-  attend_blocks(s, stream, role);
-  if (has_new) attend_new(s, stream.warp, stream.lane);
-  if (has_new) fence_async_proxy();  // the cache's new row will be read by bulk copies in later steps
+  MARK(4 * layer + 1, 2);
+  if (sharing.first_block < sharing.end_block) {
+    Stream of_owner = stream;
+    if (sharing.warps > 1) {
+      of_owner.warp = sharing.owner;
+      of_owner.slot = s.next_slot[sharing.owner], of_owner.parity = s.next_parity[sharing.owner];
+    }
+    if (sharing.warps == 1) attend_blocks<G>(s, stream, warp, sharing, role.past);
+    if (G % 2 == 0 && sharing.warps == 2) attend_blocks<ceil_div(G, 2)>(s, of_owner, warp, sharing, role.past);
+    if (G % 4 == 0 && sharing.warps == 4) attend_blocks<ceil_div(G, 4)>(s, of_owner, warp, sharing, role.past);
+  }
+  if (has_new) attend_new(s, warp, stream.lane);
   sync_first(NT);
-  weigh_warps(s, role, has_new);
+  MARK(4 * layer + 1, 3);
+  if (sharing.warps > 1 && share(role.last - role.first, warp) != share(role.last - role.first, warp + 1))
+    stream.release(), stream.release();  // its block's keys and values: the others have read them
+  weigh_warps(s, role, sharing, has_new);
   sync_first(NT);
   u32* out = exchange.at(layer, AT_ATTENTION) + (role.b * AW + role.kv_head * G * HD) / 2;
   u64* part = p.partials + ((long long)layer * gridDim.x + s.cta) * PARTIAL_WORDS;
@@ -321,6 +382,8 @@ DEVICE void attention(const Params& p, Shared& s, Stream& stream, const Exchange
       if (d < 2) store_tagged(part + h * (HD + 2) + HD + d, tag, d == 0 ? s.top[h] : l);
     }
   }
+  MARK(4 * layer + 1, 7);
   if (role.slots > 1) merge_ctas(p, s, exchange, role, out, layer, tag);
+  if (has_new) fence_async_proxy();  // the cache's new row will be read by bulk copies in later steps
   // The scratch is used again in the next layer, many barriers from here.
 }

@@ -3,15 +3,21 @@
 
 DEVICE int sequence_of(int i, int rows) { return B == 1 ? 0 : i / rows; }
 
-// What a CTA has of a stage, the same in every layer: row groups, and its warp's units of the first pass over them.
-struct Part {
-  int first_group, groups;
-  Span span;
-};
 template <int KIND>
 DEVICE Part part_of(const Params& p, int cta, int warp) {
   const u32 work = p.work[KIND * gridDim.x + cta];
   return Part{(int)(work & 0xffff), (int)(work >> 16), span_of<chunks_of(KIND)>((int)(work >> 16), warp)};
+}
+
+// Stages with more row groups than shared memory has sums for take several passes.
+template <int CHUNKS>
+DEVICE void next_pass(Stream& stream, Span& span, Rows& rows, int groups) {
+  if (groups <= 0) return;
+  span = span_of<CHUNKS>(groups, stream.warp);
+  if (span.first < span.end) rows.take(stream);
+}
+DEVICE void take_first(Stream& stream, const Part& part, Rows& rows) {
+  if (part.span.first < part.span.end) rows.take(stream);
 }
 
 // What the rows of O and down are added to: another stage's words, or, if null, the embeddings of the step's tokens.
@@ -23,55 +29,54 @@ DEVICE float residual_of(const Params& p, const Shared& s, const u32* residual, 
 
 // QKV, O and down: products, the residual added in whole floats (if ADDS), published as floats.
 template <int KIND, class Input>
-DEVICE void project(const Params& p, Shared& s, Stream& stream, const Exchange& exchange, const Part& part, int& buffer,
+DEVICE void project(const Params& p, Shared& s, Stream& stream, const Exchange& exchange, const Part& part, Rows& rows, int& buffer,
                     const Input& input, const u32* residual, u32* out, int mark) {
   constexpr int CHUNKS = chunks_of(KIND), WIDTH = KIND == QKV_STAGE ? QKV : D;
   constexpr bool ADDS = KIND != QKV_STAGE;
   Span span = part.span;
   for (int done = 0; done < part.groups; done += groups_per_pass(CHUNKS)) {
-    const int first_row = (part.first_group + done) * UNIT_ROWS, rows = span.groups * UNIT_ROWS, tid = threadIdx.x;
+    const int first_row = (part.first_group + done) * UNIT_ROWS, num_rows = span.groups * UNIT_ROWS, tid = threadIdx.x;
     float early = 0.0f;  // this thread's residual, read off the critical path
-    if (ADDS && tid < rows * B) early = residual_of(p, s, residual, first_row, rows, tid);
+    if (ADDS && tid < num_rows * B) early = residual_of(p, s, residual, first_row, num_rows, tid);
     float* sums = s.part[buffer ^= 1];
-    multiply<CHUNKS>(stream, span, sums, input);
+    multiply(stream, span, rows, sums, input);
     MARK(mark, 4);
     sync_first(NT);
     MARK(mark, 5);
 #pragma unroll 1
-    for (int i = tid; i < rows * B; i += NT) {
-      int b = sequence_of(i, rows), row = i - b * rows;
+    for (int i = tid; i < num_rows * B; i += NT) {
+      int b = sequence_of(i, num_rows), row = i - b * num_rows;
       float sum = row_sum<CHUNKS>(sums, span.groups, row, b);
-      if (ADDS) sum = add_rn(i == tid ? early : residual_of(p, s, residual, first_row, rows, i), sum);
+      if (ADDS) sum = add_rn(i == tid ? early : residual_of(p, s, residual, first_row, num_rows, i), sum);
       exchange.publish(out + b * WIDTH + first_row + row, as_bits(sum));
     }
-    if (part.groups > groups_per_pass(CHUNKS))
-      span = span_of<CHUNKS>(part.groups - done - groups_per_pass(CHUNKS), stream.warp);
+    next_pass<CHUNKS>(stream, span, rows, part.groups - done - groups_per_pass(CHUNKS));
   }
 }
 
 // silu(gate) * up. A group has two rows of each, and so a quad of lanes one word.
 template <class Input>
-DEVICE void gate_and_up(Shared& s, Stream& stream, const Exchange& exchange, const Params& p, const Part& part, int& buffer,
+DEVICE void gate_and_up(Shared& s, Stream& stream, const Exchange& exchange, const Params& p, const Part& part, Rows& rows, int& buffer,
                         const Input& input, u32* out, int mark) {
   Span span = part.span;
   for (int done = 0; done < part.groups; done += groups_per_pass(ND)) {
-    const int rows = span.groups * UNIT_ROWS;
+    const int num_rows = span.groups * UNIT_ROWS;
     float* sums = s.part[buffer ^= 1];
-    multiply<ND>(stream, span, sums, input);
+    multiply(stream, span, rows, sums, input);
     MARK(mark, 4);
     sync_first(NT);
     MARK(mark, 5);
 #pragma unroll 1
-    for (int i = threadIdx.x; i < line_up(rows * B); i += NT) {  // whole warps
-      const int b = sequence_of(i, rows), row = i - b * rows;
-      const float sum = i < rows * B ? row_sum<ND>(sums, span.groups, row, b) : 0.0f, other = shuffle_xor(sum, 2);
+    for (int i = threadIdx.x; i < line_up(num_rows * B); i += NT) {  // whole warps
+      const int b = sequence_of(i, num_rows), row = i - b * num_rows;
+      const float sum = i < num_rows * B ? row_sum<ND>(sums, span.groups, row, b) : 0.0f, other = shuffle_xor(sum, 2);
       const float gate = i & 2 ? other : sum, up = i & 2 ? sum : other;
       const float silu = div_rn(gate, add_rn(1.0f, exp2_exact(mul_rn(gate, -0x1.7154760000000p+0f))));
       const float hidden = mul_rn(silu, up), next = shuffle_xor(hidden, 1);
       u32* word = out + b * (F / 2) + part.first_group + done + row / 4;
-      if (i % 4 == 0 && i < rows * B) exchange.publish(word, pack_bf16(hidden, next));
+      if (i % 4 == 0 && i < num_rows * B) exchange.publish(word, pack_bf16(hidden, next));
     }
-    if (part.groups > groups_per_pass(ND)) span = span_of<ND>(part.groups - done - groups_per_pass(ND), stream.warp);
+    next_pass<ND>(stream, span, rows, part.groups - done - groups_per_pass(ND));
   }
 }
 
@@ -82,12 +87,12 @@ DEVICE u64 rank_of(float logit, u32 token) {
   return (u64)bits << 32 | (0xffffffffu - token);
 }
 template <class Input>
-DEVICE void head(const Params& p, Shared& s, Stream& stream, const Part& part, int& buffer, const Input& input, float* logits,
+DEVICE void head(const Params& p, Shared& s, Stream& stream, const Part& part, Rows& rows, int& buffer, const Input& input, float* logits,
                  u64 (&best)[B]) {
   Span span = part.span;
   for (int done = 0; done < part.groups; done += groups_per_pass(ND)) {
     float* sums = s.part[buffer ^= 1];
-    multiply<ND>(stream, span, sums, input);
+    multiply(stream, span, rows, sums, input);
     sync_first(NT);
 #pragma unroll 1
     for (int row = threadIdx.x; row < span.groups * UNIT_ROWS; row += NT) {
@@ -101,7 +106,7 @@ DEVICE void head(const Params& p, Shared& s, Stream& stream, const Part& part, i
         best[b] = rank > best[b] ? rank : best[b];
       }
     }
-    span = span_of<ND>(max(0, part.groups - done - groups_per_pass(ND)), stream.warp);
+    next_pass<ND>(stream, span, rows, part.groups - done - groups_per_pass(ND));
   }
 }
 DEVICE u64 warp_best(u64 best) {
@@ -159,9 +164,7 @@ DEVICE void compute_steps(const Params& p, Shared& s, u32 steps_done) {
   const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, cta = s.cta;
   Stream stream{&s, warp, lane, 0, 0, p.max_spins, p.report};
   int buffer = 0;  // which half of s.part the next pass writes: the other one may still be read
-  const Part qkv_part = part_of<QKV_STAGE>(p, cta, warp), o_part = part_of<O_STAGE>(p, cta, warp);
-  const Part gate_up_part = part_of<GATE_UP_STAGE>(p, cta, warp), down_part = part_of<DOWN_STAGE>(p, cta, warp);
-  const Part head_part = part_of<HEAD_STAGE>(p, cta, warp);
+  const Part* parts = s.parts[warp];
 
   for (int step = 0; step < p.num_steps; ++step) {
     const u32 parity = (steps_done + step) & 1, tag = steps_done + step + 1;
@@ -175,34 +178,41 @@ DEVICE void compute_steps(const Params& p, Shared& s, u32 steps_done) {
     const Role role = s.role[step & 1];
     for (int i = tid; i < B * HD; i += NT) s.rope[i / HD][i % HD] = p.rope[(long long)s.position[i / HD] * HD + i % HD];
 
+    const InputJob job = input_job(p, s, role, warp);
     const u16* norm = p.norms;
     const u32* before = nullptr;  // what the layer starts from; null: the embeddings
     u32* words = exchange.now;
     const NormalisedInput normalised{s};
     for (int layer = 0; layer < L; ++layer, norm += 2 * D, words += LAYER_WORDS) {
       if (cta == 0 && tid < ceil_div(2 * D, 64)) prefetch_l2(norm + D + tid * 64);  // the two norms after this one
+      Rows rows;
       MARK(4 * layer, 0);
+      take_first(stream, parts[QKV_STAGE], rows);
       normalise<true>(p, s, exchange, before, norm, 100 + layer);
       MARK(4 * layer, 1);
-      project<QKV_STAGE>(p, s, stream, exchange, qkv_part, buffer, normalised, nullptr, words + AT_QKV, 4 * layer);
+      project<QKV_STAGE>(p, s, stream, exchange, parts[QKV_STAGE], rows, buffer, normalised, nullptr, words + AT_QKV, 4 * layer);
       MARK(4 * layer, 6);
 
       MARK(4 * layer + 1, 0);
-      attention(p, s, stream, exchange, role, layer, tag);
+      attention(p, s, stream, exchange, role, job, words + AT_QKV, layer, tag);
       MARK(4 * layer + 1, 1);
+      take_first(stream, parts[O_STAGE], rows);
       const PolledInput<AW> attended{exchange, words + AT_ATTENTION, 200 + layer};
-      project<O_STAGE>(p, s, stream, exchange, o_part, buffer, attended, before, words + AT_MID, 4 * layer + 1);
+      project<O_STAGE>(p, s, stream, exchange, parts[O_STAGE], rows, buffer, attended, before, words + AT_MID, 4 * layer + 1);
       MARK(4 * layer + 1, 6);
 
       MARK(4 * layer + 2, 0);
+      take_first(stream, parts[GATE_UP_STAGE], rows);
       normalise<false>(p, s, exchange, words + AT_MID, norm + D, 300 + layer);
       MARK(4 * layer + 2, 1);
-      gate_and_up(s, stream, exchange, p, gate_up_part, buffer, normalised, words + AT_HIDDEN, 4 * layer + 2);
+      gate_and_up(s, stream, exchange, p, parts[GATE_UP_STAGE], rows, buffer, normalised, words + AT_HIDDEN, 4 * layer + 2);
       MARK(4 * layer + 2, 6);
 
       MARK(4 * layer + 3, 0);
+      MARK(4 * layer + 3, 1);
+      take_first(stream, parts[DOWN_STAGE], rows);
       const PolledInput<F> hidden{exchange, words + AT_HIDDEN, 400 + layer};
-      project<DOWN_STAGE>(p, s, stream, exchange, down_part, buffer, hidden, words + AT_MID, words + AT_OUT, 4 * layer + 3);
+      project<DOWN_STAGE>(p, s, stream, exchange, parts[DOWN_STAGE], rows, buffer, hidden, words + AT_MID, words + AT_OUT, 4 * layer + 3);
       MARK(4 * layer + 3, 6);
       before = words + AT_OUT;
     }
@@ -210,10 +220,12 @@ DEVICE void compute_steps(const Params& p, Shared& s, u32 steps_done) {
     u64 best[B];
 #pragma unroll
     for (int b = 0; b < B; ++b) best[b] = 0;
+    Rows rows;
     MARK(4 * L, 0);
+    take_first(stream, parts[HEAD_STAGE], rows);
     normalise<false>(p, s, exchange, before, norm, 500);
     MARK(4 * L, 1);
-    head(p, s, stream, head_part, buffer, normalised, step + 1 == p.num_steps ? p.logits : nullptr, best);
+    head(p, s, stream, parts[HEAD_STAGE], rows, buffer, normalised, step + 1 == p.num_steps ? p.logits : nullptr, best);
     MARK(4 * L, 6);
     end_step(p, s, best, step, tag);
   }
@@ -231,6 +243,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_steps(const __gr
 
   for (int i = tid; i < 2 * L * NW; i += THREADS) s.run_parts[i / NW][i % NW] = p.run_parts[cta * 2 * L * NW + i];
   for (int i = tid; i < B * ND * UNIT_COLS; i += THREADS) (&s.x[0][0])[i] = 0;  // columns past D stay zero
+  if (lane == 0 && warp < NW) {
+    s.parts[warp][QKV_STAGE] = part_of<QKV_STAGE>(p, cta, warp);
+    s.parts[warp][O_STAGE] = part_of<O_STAGE>(p, cta, warp);
+    s.parts[warp][GATE_UP_STAGE] = part_of<GATE_UP_STAGE>(p, cta, warp);
+    s.parts[warp][DOWN_STAGE] = part_of<DOWN_STAGE>(p, cta, warp);
+    s.parts[warp][HEAD_STAGE] = part_of<HEAD_STAGE>(p, cta, warp);
+  }
   if (tid < B) s.token[tid] = p.tokens[tid], s.position[tid] = p.positions[tid];
   if (warp < NW && lane < SLOTS) barrier_init(&s.full[warp][lane]), barrier_init(&s.empty[warp][lane]);
   barrier_init_done();
@@ -239,10 +258,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_steps(const __gr
   sync_all();
 
   if (warp < NW) {
-    take_registers();
+    take_registers<NW == 8 ? 224 : NW == 16 ? 112 : 152>();
     compute_steps(p, s, steps_done);
   } else {  // a whole warpgroup, because registers are traded by warpgroup; its other warps have nothing to do
-    give_registers();
+    give_registers<56>();
     if (warp == NW) load_streams(p, s, lane);
   }
 }

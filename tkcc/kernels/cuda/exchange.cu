@@ -28,6 +28,12 @@ struct Exchange {
     }
     return v;
   }
+  // Waits until one word is there, before a warp asks for all it wants: polling that goes on for long must be thin, or
+  // it takes the bandwidth that weights need.
+  DEVICE void await_first(const u32* word, int lane, int where) const {
+    if (lane == 0) poll(word, where);
+    sync_warp();
+  }
   // Reads again until all four words are there. `v` is a first look, taken earlier so that several are in flight.
   DEVICE void finish4(U4& v, const u32* words, int where) const {
 #ifdef TKCC_ABLATE_POLL

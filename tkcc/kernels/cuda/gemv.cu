@@ -39,11 +39,6 @@ struct Slice {
 
 DEVICE constexpr int groups_per_pass(int chunks) { return PART_FLOATS / (chunks * SUMS); }
 
-// A warp's units of one pass over some row groups: chunk by chunk, so that it seldom changes its slice of x.
-struct Span {
-  int groups, first, end;  // units [first, end) of groups * chunks
-  int chunk, group;        // of the first one
-};
 template <int CHUNKS>
 DEVICE Span span_of(int groups, int warp) {
   groups = min(groups, groups_per_pass(CHUNKS));
@@ -55,6 +50,7 @@ DEVICE Span span_of(int groups, int warp) {
 // A slice of the normalised input, in shared memory.
 struct NormalisedInput {
   const Shared& shared;
+  DEVICE void await(int, int) const {}
   DEVICE U4 look(int b, int chunk, int half, int lane) const {
     return *(const U4*)&shared.x[b][chunk * UNIT_COLS + half * 256 + lane * 8];
   }
@@ -66,6 +62,7 @@ struct PolledInput {
   const Exchange& exchange;
   const u32* words;
   int where;
+  DEVICE void await(int chunk, int lane) const { exchange.await_first(words + chunk * UNIT_COLS / 2, lane, where); }
   DEVICE U4 look(int b, int chunk, int half, int lane) const {
     const int column = chunk * UNIT_COLS + half * 256 + lane * 8;
     if (COLUMNS % UNIT_COLS && column >= COLUMNS) return U4{0, 0, 0, 0};
@@ -78,57 +75,52 @@ struct PolledInput {
   }
 };
 
-// One step of reduce_over_lanes: a level of the tree.
-template <int N, int LEVEL>
-DEVICE void reduce_level(float (&values)[N], int lane) {
-  constexpr int half = (N >> LEVEL) / 2;
-  const bool upper = (lane >> LEVEL) & 1;
-  if (half == 0) values[0] = add_rn(values[0], shuffle_xor(values[0], 1 << LEVEL));
+// A lane's share of a unit: of each row two vectors of eight columns.
+struct Rows {
+  U4 half[2][UNIT_ROWS];
+
+  // Takes the next unit off the ring. A stage takes its first one before it has its input: the sooner a place in the
+  // ring is free, the longer memory stays busy.
+  DEVICE void take(Stream& stream) {
+    const U4* unit = stream.wait() + stream.lane;
 #pragma unroll
-  for (int i = 0; i < half; ++i) {
-    float keep = upper ? values[i + half] : values[i];
-    float send = upper ? values[i] : values[i + half];
-    values[i] = add_rn(keep, shuffle_xor(send, 1 << LEVEL));
+    for (int i = 0; i < 2 * UNIT_ROWS; ++i) half[i / UNIT_ROWS][i % UNIT_ROWS] = unit[i % UNIT_ROWS * 64 + i / UNIT_ROWS * 32];
+    stream.release();
   }
-}
 
-constexpr int AT_ONCE = B <= 2 ? 2 : 1;  // units multiplied together; more of them would not fit the registers
-
-// Adds a quarter (two of eight columns of each lane's vectors) of the units' products.
-template <int HALF, int QUARTER>
-DEVICE void add_products(const U4 (&rows)[AT_ONCE][UNIT_ROWS], const Slice& slice, float (&sums)[AT_ONCE * SUMS]) {
+  DEVICE void multiply(const Slice& slice, float (&sums)[SUMS]) const {
 #pragma unroll
-  for (int unit = 0; unit < AT_ONCE; ++unit)
+    for (int i = 0; i < SUMS; ++i) sums[i] = 0.0f;
 #pragma unroll
-    for (int r = 0; r < UNIT_ROWS; ++r) {
-      const U4& v = rows[unit][r];
-      const u32 word = QUARTER == 0 ? v.x : QUARTER == 1 ? v.y : QUARTER == 2 ? v.z : v.w;
-      const float low = low_half(word), high = high_half(word);
+    for (int e = 0; e < 8; ++e)
 #pragma unroll
-      for (int b = 0; b < B; ++b) {
-        float& sum = sums[unit * SUMS + r * BP + b];
-        sum = fma_exact(low, slice.low(b, HALF, QUARTER), sum);
-        sum = fma_exact(high, slice.high(b, HALF, QUARTER), sum);
+      for (int r = 0; r < UNIT_ROWS; ++r) {
+        const U4& v = half[e / 4][r];
+        const u32 word = e % 4 == 0 ? v.x : e % 4 == 1 ? v.y : e % 4 == 2 ? v.z : v.w;
+        const float low = low_half(word), high = high_half(word);
+#pragma unroll
+        for (int b = 0; b < B; ++b) {
+          float& sum = sums[r * BP + b];
+          sum = fma_exact(low, slice.low(b, e / 4, e % 4), sum);
+          sum = fma_exact(high, slice.high(b, e / 4, e % 4), sum);
+        }
       }
-    }
-}
+  }
+};
 
-// part[(chunk * groups + group) * SUMS + row * BP + b] = sum over the chunk's 512 columns. While some units' products
-// fill the pipeline, the lanes of those before them are summed.
-template <int CHUNKS, class Input>
-DEVICE void multiply(Stream& stream, const Span& span, float* part, const Input& input) {
-  constexpr int N = AT_ONCE * SUMS;
+// part[(chunk * groups + group) * SUMS + row * BP + b] = sum over the chunk's 512 columns. `rows` holds the first unit,
+// if there is one.
+template <class Input>
+DEVICE void multiply(Stream& stream, const Span& span, Rows& rows, float* part, const Input& input) {
   const int lane = stream.lane;
-  const int index = reduced_index<N>(lane % N), to = index % SUMS, second = index / SUMS;
-  int u = span.first, chunk = span.chunk, group = span.group;
-  if (u == span.end) return;
+  int left = span.end - span.first, chunk = span.chunk;
+  if (left == 0) return;
+  input.await(chunk, lane);
   U4 ahead[B][2];
 #pragma unroll
   for (int i = 0; i < 2 * B; ++i) ahead[i / 2][i % 2] = input.look(i / 2, chunk, i % 2, lane);
-  float last[N];
-  float* last_to = nullptr;  // where the units before go; null in lanes that have no sum of theirs
-#pragma unroll
-  for (int i = 0; i < N; ++i) last[i] = 0.0f;
+  float* to = part + span.first * SUMS + reduced_index<SUMS>(lane % SUMS);  // units of a run lie SUMS apart
+  int in_chunk = min(left, span.groups - span.group);
   do {
     Slice slice;
 #pragma unroll
@@ -136,52 +128,22 @@ DEVICE void multiply(Stream& stream, const Span& span, float* part, const Input&
       input.finish(ahead[i / 2][i % 2], i / 2, chunk, i % 2, lane);
       slice.set(i / 2, i % 2, ahead[i / 2][i % 2]);
     }
-    const int stop = min(span.end, (chunk + 1) * span.groups);
-    if (stop < span.end) {
-#pragma unroll
-      for (int i = 0; i < 2 * B; ++i) ahead[i / 2][i % 2] = input.look(i / 2, chunk + 1, i % 2, lane);
-    }
-    while (u < stop) {
-      const bool two = AT_ONCE == 2 && u + 1 < stop;
-      const U4* first_unit = stream.wait();
-      const U4* second_unit = two ? stream.wait_next() : first_unit;  // if there is none: products for nothing
-      float sums[N];
-#pragma unroll
-      for (int i = 0; i < N; ++i) sums[i] = 0.0f;
-      U4 rows[AT_ONCE][UNIT_ROWS];
-#pragma unroll
-      for (int r = 0; r < AT_ONCE * UNIT_ROWS; ++r)
-        rows[r / UNIT_ROWS][r % UNIT_ROWS] = (r < UNIT_ROWS ? first_unit : second_unit)[r % UNIT_ROWS * 64 + lane];
-      add_products<0, 0>(rows, slice, sums);
-      reduce_level<N, 0>(last, lane);
-      add_products<0, 1>(rows, slice, sums);
-      reduce_level<N, 1>(last, lane);
-      add_products<0, 2>(rows, slice, sums);
-      reduce_level<N, 2>(last, lane);
-      add_products<0, 3>(rows, slice, sums);
-#pragma unroll
-      for (int r = 0; r < AT_ONCE * UNIT_ROWS; ++r)
-        rows[r / UNIT_ROWS][r % UNIT_ROWS] = (r < UNIT_ROWS ? first_unit : second_unit)[r % UNIT_ROWS * 64 + 32 + lane];
-      reduce_level<N, 3>(last, lane);
-      add_products<1, 0>(rows, slice, sums);
-      reduce_level<N, 4>(last, lane);
-      add_products<1, 1>(rows, slice, sums);
-      if (last_to) *last_to = last[0];
-      add_products<1, 2>(rows, slice, sums);
-      add_products<1, 3>(rows, slice, sums);
-      stream.release(two ? 2 : 1);
-#pragma unroll
-      for (int i = 0; i < N; ++i) last[i] = sums[i];
-      last_to = lane < N && (two || !second) ? part + (chunk * span.groups + group + second) * SUMS + to : nullptr;
-      u += AT_ONCE;
-      group += AT_ONCE;
-    }
-    u = stop;
-    group = 0;
     ++chunk;
-  } while (u < span.end);
-  reduce_over_lanes<N>(last, lane);
-  if (last_to) *last_to = last[0];
+    if (left > in_chunk) {
+#pragma unroll
+      for (int i = 0; i < 2 * B; ++i) ahead[i / 2][i % 2] = input.look(i / 2, chunk, i % 2, lane);
+    }
+#pragma unroll 1
+    for (; in_chunk; --in_chunk) {
+      float sums[SUMS];
+      rows.multiply(slice, sums);
+      if (--left) rows.take(stream);  // while the lanes are summed
+      reduce_over_lanes<SUMS>(sums, lane);
+      if (lane < SUMS) *to = sums[0];
+      to += SUMS;
+    }
+    in_chunk = min(left, span.groups);
+  } while (left);
 }
 
 // The whole row's sum: chunks in ascending order. `row` counts within the pass's groups.
@@ -209,6 +171,7 @@ DEVICE void normalise(const Params& p, Shared& s, const Exchange& exchange, cons
   for (int b = 0; b < B; ++b) {
     U4 words[ROUNDS];
     if (!MAY_EMBED || source) {
+      exchange.await_first(source + b * D + min(warp * 128, D - 4), lane, where);
 #pragma unroll
       for (int i = 0; i < ROUNDS; ++i) {
         int d = (i * NT + tid) * 4;

@@ -141,9 +141,11 @@ DEVICE void bulk_load(void* to_shared, const void* from, u32 bytes, u64* barrier
                ::"r"(shared_address(to_shared)), "l"(from), "r"(bytes), "r"(shared_address(barrier)) : "memory");
 }
 
-// Warpgroups trade registers: 4 warps of loading give most of theirs to the 8 that compute.
-DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 224;"); }
-DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 56;"); }
+// Warpgroups trade registers: 4 warps of loading give most of theirs to those that compute.
+template <int COUNT>
+DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }
+template <int COUNT>
+DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
 
 DEVICE int multiprocessor() {
   int id;

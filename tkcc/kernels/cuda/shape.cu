@@ -77,6 +77,16 @@ struct Role {
   int past;         // positions in the cache
 };
 
+// A warp's units of one pass over some row groups: chunk by chunk, so that it seldom changes its slice of x.
+struct Span {
+  int groups, first, end;  // units [first, end) of groups * chunks
+  int chunk, group;        // of the first one
+};
+// What a CTA has of a stage, the same in every layer: row groups, and its warp's units of the first pass over them.
+struct alignas(16) Part {
+  int first_group, groups;
+  Span span;
+};
 // One CTA's shared memory.
 constexpr int SCRATCH_FLOATS = G * (HD + 2);
 struct Shared {
@@ -91,6 +101,8 @@ struct Shared {
   float square_sums[NW];
   alignas(8) u64 full[NW][SLOTS], empty[NW][SLOTS];
   u64 best[NW][B];
+  Part parts[NW][5];
+  int next_slot[NW], next_parity[NW];  // of each warp's ring, where a block may be shared
   int cta;        // which part of the work this is
   int token[B], position[B];
   Role role[2];   // of even and odd steps

@@ -101,21 +101,14 @@ struct Stream {
     if (!barrier_wait(&shared->full[warp][slot], parity, max_spins)) stuck(report, 1000 + warp);
     return (const U4*)shared->ring[warp][slot];
   }
-  // The one after it.
-  DEVICE const U4* wait_next() {
-    const int next = slot + 1 == SLOTS ? 0 : slot + 1;
-    if (!barrier_wait(&shared->full[warp][next], next ? parity : parity ^ 1, max_spins)) stuck(report, 2000 + warp);
-    return (const U4*)shared->ring[warp][next];
+  // On to the one after it.
+  DEVICE void skip() {
+    if (++slot == SLOTS) slot = 0, parity ^= 1;
   }
-  // Every lane has read what it wants of the next `count` units (1 or 2): their places are free.
-  DEVICE void release(int count) {
+  // Every lane has read what it wants of the unit: its place is free.
+  DEVICE void release() {
     sync_warp();
-    const int next = slot + 1 == SLOTS ? 0 : slot + 1;
-    if (lane == 0) {
-      barrier_arrive(&shared->empty[warp][slot]);
-      if (count == 2) barrier_arrive(&shared->empty[warp][next]);
-    }
-    slot += count;
-    if (slot >= SLOTS) slot -= SLOTS, parity ^= 1;
+    if (lane == 0) barrier_arrive(&shared->empty[warp][slot]);
+    skip();
   }
 };

@@ -41,6 +41,7 @@ class Stage:
         self.cluster, self.ground, self.models = cluster, ground, models
         self.api = Api(cluster.kubeconfig)
         self.undisturbed = RLock()
+        self.granted: frozenset[tuple[str, str]] = frozenset()  # to the operator: (verb, GROUP/RESOURCE)
         self.at_end = ExitStack()
         self.at_end.callback(self.api.close)
 
@@ -75,6 +76,21 @@ class Stage:
             *("--values", str(path), "--wait", "--timeout", "180s"),
             deadline_s=200,
         )
+        self.read_grants()
+
+    def read_grants(self) -> None:
+        """What the chart lets the operator do; read while it is installed."""
+        rules = []
+        for kind in ("clusterrole", "role"):
+            words = ("get", kind, "-n", SYSTEM_NAMESPACE, "-l", "app.kubernetes.io/instance=tkcc", "-o", "json")
+            rules += [rule for role in json.loads(self.ground.kubectl(*words))["items"] for rule in role["rules"]]
+        self.granted = frozenset(
+            (verb, f"{group}/{resource}".lstrip("/"))
+            for rule in rules
+            for group in rule["apiGroups"]
+            for resource in rule["resources"]
+            for verb in rule["verbs"]
+        )
 
     def operator_pod(self) -> str:
         pods = self.api.list(POD, SYSTEM_NAMESPACE, **OPERATOR_LABELS)
@@ -86,11 +102,11 @@ class Stage:
         """SIGKILL; back when kubelet has started it again and it is ready."""
         with self.undisturbed:
             pod = self.operator_pod()
-            before = self._operator_restarts()
+            before = self.operator_restarts()
             for process in self.cluster.pod_processes(pod, SYSTEM_NAMESPACE):
                 if b"kopf" in Path(f"/proc/{process.pid}/cmdline").read_bytes():
                     process.end()
-            self.until("the operator is back", lambda: self._operator_restarts() > before and self._is_ready(), 120)
+            self.until("the operator is back", lambda: self.operator_restarts() > before and self._is_ready(), 120)
 
     @contextmanager
     def without_operator(self) -> Iterator[None]:
@@ -119,7 +135,7 @@ class Stage:
     def _operator_pods(self) -> list[dict]:  # type: ignore[type-arg]
         return self.api.list(POD, SYSTEM_NAMESPACE, **OPERATOR_LABELS)
 
-    def _operator_restarts(self) -> int:
+    def operator_restarts(self) -> int:
         return sum(
             status["restartCount"] for pod in self._operator_pods() for status in pod["status"]["containerStatuses"]
         )

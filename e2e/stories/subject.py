@@ -21,6 +21,7 @@ from tkcc.api.run import RunSpec, RunStatus
 from tkcc.api.status import Phase, Status
 from tkcc.api.workload import Quantiles, Workload
 from tkcc.kube.resources import (
+    ALL,
     CONFIG_MAP,
     DEPLOYMENT,
     EVENT,
@@ -30,12 +31,14 @@ from tkcc.kube.resources import (
     SERVICE,
     JsonObject,
 )
+from tkcc.shell.render.names import MANAGED_BY
 
 MODEL = "tiny"
 CLAIM = "models"
 SCRIPT = "script"
 NAME = "tiny"
 READY_S = 180.0
+DELETE_S = 30.0  # nothing holds it: no finalizer, and its owned objects go in the background
 
 # Windows of 20 s and ticks of 2 s; requests, so that pods get their share of a node that does other things too.
 SPEC: Mapping[str, Any] = {
@@ -82,14 +85,20 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return both
 
 
-class Subject:
-    """`spec` is laid over SPEC. It is applied at once; `traffic` is there once pods serve."""
+def deploy(stage: Stage, namespace: str, spec: Mapping[str, Any] | None = None) -> "Subject":
+    """A new InferenceDeployment in a new namespace, with `spec` laid over SPEC."""
+    make_namespace(stage, namespace)
+    subject = Subject(stage, namespace)
+    subject.apply(spec or {})
+    return subject
 
-    def __init__(self, stage: Stage, namespace: str, spec: Mapping[str, Any] | None = None, name: str = NAME) -> None:
+
+class Subject:
+    """The InferenceDeployment of that name, whether it is there or not."""
+
+    def __init__(self, stage: Stage, namespace: str, name: str = NAME) -> None:
         self.stage, self.namespace, self.name = stage, namespace, name
         self._traffic: Traffic | None = None
-        make_namespace(stage, namespace)
-        self.apply(merged(SPEC, spec or {}))
 
     def __str__(self) -> str:
         return f"{self.namespace}/{self.name}"
@@ -100,7 +109,12 @@ class Subject:
         return self.stage.ground.kubectl("-n", self.namespace, *words, stdin=stdin)
 
     def apply(self, spec: Mapping[str, Any]) -> None:
-        self.kubectl("apply", "-f", "-", stdin=manifest(infdep(self.namespace, self.name, spec)))
+        """SPEC with `spec` laid over it."""
+        self.kubectl("apply", "-f", "-", stdin=manifest(infdep(self.namespace, self.name, merged(SPEC, spec))))
+
+    def delete(self) -> None:
+        """As users do: kubectl waits until the object has gone, and fails where it does not go."""
+        self.kubectl("delete", "infdep", self.name, f"--timeout={DELETE_S:.0f}s")
 
     def change(self, spec: Mapping[str, Any]) -> None:
         """Merge into spec; None removes."""
@@ -165,7 +179,7 @@ class Subject:
         """Clients send requests like this from now on."""
         if self._traffic is None:
             service = self.stage.until(f"{self} has a Service", lambda: self._get(SERVICE, self.name), 60, self.explain)
-            out = OUT / "traffic" / f"{self.namespace}.jsonl"
+            out = OUT / "traffic" / f"{self.namespace}-{self.name}.jsonl"
             self._traffic = Traffic(self.stage.cluster, f"http://{service['spec']['clusterIP']}", MODEL, out)
             self.stage.at_end.callback(self._traffic.stop)
         self._traffic.send(mix)
@@ -208,6 +222,13 @@ class Subject:
         labels = {"tkcc.dev/deployment": self.name, **({"tkcc.dev/role": role} if role else {})}
         found = self.stage.api.list(POD, self.namespace, **labels)
         return [pod for pod in found if "deletionTimestamp" not in pod["metadata"]]
+
+    def restarts(self) -> int:
+        """Of all containers of its pods."""
+        return sum(s["restartCount"] for pod in self.pods() for s in pod["status"].get("containerStatuses", []))
+
+    def ready_pods(self) -> list[JsonObject]:
+        return _ready(self.pods())
 
     def uids(self) -> dict[str, str]:
         """Of what lives as long as the InferenceDeployment."""
@@ -254,6 +275,16 @@ class Subject:
             return next((message for found, message in reversed(self.events()) if found == reason), None)
 
         return self.stage.until(f"{self}: event {reason}", newest, deadline_s, self.explain)
+
+    def until_gone(self) -> None:
+        """All that was made for it, in whatever kind."""
+
+        def left() -> list[str]:
+            labels = {**MANAGED_BY, "tkcc.dev/deployment": self.name}
+            found = {kind: self.stage.api.list(kind, self.namespace, **labels) for kind in ALL}
+            return [f"{kind.kind}/{obj['metadata']['name']}" for kind, objects in found.items() for obj in objects]
+
+        self.stage.until(f"{self} is gone", lambda: not left(), 120, lambda: f"left: {', '.join(left())}")
 
     def stays(self, what: str, holds: Callable[[Status], bool], for_s: float) -> None:
         """It holds now and at each look for so long."""

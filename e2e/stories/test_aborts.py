@@ -5,7 +5,7 @@ from datetime import UTC
 from e2e.stories import candidates
 from e2e.stories.client import Mix
 from e2e.stories.stage import Stage
-from e2e.stories.subject import Subject
+from e2e.stories.subject import Subject, deploy
 from e2e.stories.telling import Story
 from tkcc.api.condition import ConditionType
 from tkcc.api.status import Phase
@@ -18,7 +18,7 @@ story: Story[Subject] = Story()
 
 @story.given
 def a_deployment_with_traffic(stage: Stage) -> Subject:
-    subject = Subject(stage, "aborts")
+    subject = deploy(stage, "aborts")
     subject.until_ready()
     subject.send(SHORT)
     return subject

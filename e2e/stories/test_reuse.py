@@ -12,7 +12,7 @@ from datetime import timedelta
 from e2e.stories import candidates
 from e2e.stories.client import Answered, Mix
 from e2e.stories.stage import Stage
-from e2e.stories.subject import SCRIPT, Subject
+from e2e.stories.subject import SCRIPT, Subject, deploy
 from e2e.stories.telling import Story
 from tkcc.api.codec import from_json
 from tkcc.api.condition import ConditionType
@@ -37,7 +37,7 @@ def a_deployment_that_records(stage: Stage) -> Subject:
         "traffic": {"recording": {"enabled": True}},
         "recompilation": {"proposer": {"type": "Scripted", "scriptConfigMap": SCRIPT}, "runHistoryLimit": 1},
     }
-    subject = Subject(stage, "reuse", spec)
+    subject = deploy(stage, "reuse", spec)
     subject.script(FOR_A, FOR_B)
     subject.until_ready()
     subject.send(A)

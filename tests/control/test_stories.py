@@ -172,6 +172,21 @@ def test_a_step_does_not_pass_on_old_probes(story, names):
     assert "probes are not answered yet" in s.status.rollout.abort_message
 
 
+def test_traffic_that_does_not_follow_the_weight_proves_nothing(story, names):
+    s = story(scripts=[script(names[0])])
+    s.establish()
+    s.drift()
+    s.until_phase(Phase.CANARY)
+    s.world.sticky_ratio = 0.8
+    s.run(6)
+    assert (s.status.phase, s.status.rollout.step) == (Phase.CANARY, 0)
+    split = s.condition("TrafficSplitVerified")
+    assert (split.status, split.reason) == ("False", "WeightNotObserved") and "its pods are 25 %" in split.message
+    s.world.sticky_ratio = 0.0
+    s.until_phase(Phase.ROLLING_BACK, 5)
+    assert s.status.rollout.abort_reason == "AnalysisInconclusive"
+
+
 def test_after_a_rollback_drift_is_looked_for_anew(story, names):
     s = story({"drift": {"ticks": 4}}, behaviours={names[0]: Behaviour(is_wrong=True)}, scripts=[script(names[0])])
     s.establish()

@@ -73,13 +73,13 @@ def test_requests(case, canary, cohort, errors, ttft, tpot):
     assert verdicts(requests(**canary), requests(**cohort, seed=2)) == [errors, ttft, tpot], case
 
 
-def test_looking_again_and_again_does_not_fail_an_equal_canary():
-    """Twelve looks at growing data, twenty-five times: alpha is 1 % a metric for all the looks of a step."""
+def test_looking_again_and_again_does_not_fail_a_canary_that_is_at_its_limit():
+    """Twelve looks at growing data, forty times: alpha is 1 % for all the looks of a step, though each is a chance."""
     failed = 0
-    for trial in range(25):
-        ours, theirs = requests(120, seed=trial), requests(120, seed=1000 + trial)
-        looks = (verdicts(ours[:n], theirs[:n], k) for k, n in enumerate(range(10, 121, 10), start=1))
-        failed += any(FAIL in look for look in looks)
+    for trial in range(40):
+        ours, theirs = requests(96, seed=trial, time_ratio=1.1), requests(96, seed=1000 + trial)
+        looks = (verdicts(ours[:n], theirs[:n], k)[2] for k, n in enumerate(range(8, 97, 8), start=1))
+        failed += FAIL in looks
     assert failed <= 2
 
 
@@ -131,9 +131,9 @@ def probe(pod="c", at=10, prompt="p1", match=True, idx=None, gap=None, error="")
     "case, probes, is_wrong",
     [
         ("the same tokens", [probe()], False),
-        ("other tokens", [probe(match=False, idx=3, gap=2.0)], True),
-        ("other tokens at an unknown gap", [probe(match=False, idx=3)], True),
-        ("other tokens at a gap that is no number", [probe(match=False, idx=3, gap=float("nan"))], True),
+        ("other tokens", [probe(), probe(prompt="p2", match=False, idx=3, gap=2.0)], True),
+        ("other tokens at an unknown gap", [probe(), probe(prompt="p2", match=False, idx=3)], True),
+        ("a gap that is no number", [probe(), probe(prompt="p2", match=False, idx=3, gap=float("nan"))], True),
         ("a near tie among matches", [probe(), probe(prompt="p2", match=False, idx=9, gap=0.01)], False),
         ("nothing but near ties", [probe(prompt=p, match=False, idx=9, gap=0.01) for p in ("p1", "p2", "p3")], True),
         ("a near tie at the first prompt", [probe(match=False, idx=9, gap=0.01)], False),

@@ -124,6 +124,7 @@ class World:
     scripts: list[RunScript] = field(default_factory=list)
     start_time: timedelta = timedelta(seconds=20)  # of a pod, until it is ready
     metrics_down: bool = False
+    sticky_ratio: float = 0.0  # of the requests, that go to the first pod whatever the weights say
     missing: tuple[MissingReference, ...] = ()
 
     def __post_init__(self) -> None:
@@ -219,7 +220,8 @@ class World:
             if not pods:
                 self.failed += 1
                 continue
-            self._serve(self.rng.choice(pods), self.now - dt * self.rng.random())
+            pod = pods[0] if self.sticky_ratio and self.rng.random() < self.sticky_ratio else self.rng.choice(pods)
+            self._serve(pod, self.now - dt * self.rng.random())
 
     def _serve(self, pod: Pod, at: datetime) -> None:
         behaviour = self.behaviours.get(pod.artifact, Behaviour())

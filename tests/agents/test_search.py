@@ -70,12 +70,11 @@ def test_a_wrong_candidate_is_no_parent() -> None:
 @pytest.mark.parametrize(
     "context",
     [
-        Context(MODEL, "cpu", "bfloat16", 1, ()),
+        Context(MODEL, "cpu", "float16", 1, ()),
         Context(MODEL, "cpu", "float32", 4, ()),
-        Context({**MODEL, "head_dim": 24}, "cpu", "float32", 1, ()),
         Context(MODEL, "cuda", "bfloat16", 1, ()),
     ],
-    ids=["bfloat16", "four threads", "odd head", "cuda"],
+    ids=["float16", "four threads", "cuda"],
 )
 def test_the_c_step_is_proposed_only_where_it_works(context: Context) -> None:
     proposer = OfflineProposer(0)
@@ -85,6 +84,24 @@ def test_the_c_step_is_proposed_only_where_it_works(context: Context) -> None:
             break
         assert "STEP_C" not in candidate.source
         proposer.observe(verdict(candidate, 0.1))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_c_step_comes_first_where_it_works_and_reads_each_gene_of_its_dtype(dtype: str) -> None:
+    context = Context({**MODEL, "head_dim": 24}, "cpu", dtype, 1, ())
+    first = OfflineProposer(0).propose(context)
+    assert first is not None and "STEP_C" in first.source and first.params["decode"] == "native"
+    genes = [genes_of(c) for c in _proposed(context, 60)]
+    widths, dot_rows = {g.weight_bits for g in genes}, {g.dot_rows for g in genes}
+    assert (len(widths) > 1, len(dot_rows) > 1) == ((True, False) if dtype == "float32" else (False, True))
+
+
+def _proposed(context: Context, limit: int) -> list[Candidate]:
+    proposer, found = OfflineProposer(0), []
+    while len(found) < limit and (candidate := proposer.propose(context)) is not None:
+        found.append(candidate)
+        proposer.observe(verdict(candidate, planted(genes_of(candidate))))
+    return found
 
 
 def test_a_script_is_read_in_the_order_of_its_names(tmp_path) -> None:

@@ -27,6 +27,7 @@ class Genes:
     compile: bool = False
     # native
     weight_bits: int = 32
+    dot_rows: int = 1
     row_block: int = 96
     prefetch_bytes: int = 2048
     chunk: int = 128
@@ -41,7 +42,7 @@ class Genes:
 
 
 TORCH_GENES = ("fuse_qkv", "fuse_gate_up", "linear", "compile")
-NATIVE_GENES = ("weight_bits", "row_block", "prefetch_bytes", "chunk", "huge_pages")
+NATIVE_GENES = ("weight_bits", "dot_rows", "row_block", "prefetch_bytes", "chunk", "huge_pages")
 
 
 def canonical(genes: Genes) -> Genes:

@@ -29,15 +29,12 @@ def _on_cpu(context: Context) -> bool:
 
 
 def _native_is_possible(context: Context) -> bool:
-    """The C step is for float32, whole vectors of a head and of the MLP, and one thread."""
-    model = context.model
-    return (
-        _on_cpu(context)
-        and context.dtype == "float32"
-        and context.threads == 1
-        and model["head_dim"] % 16 == 0
-        and model["intermediate_size"] % 16 == 0
-    )
+    """The C step is for float32 and bfloat16, and one thread."""
+    return _on_cpu(context) and context.dtype in ("float32", "bfloat16") and context.threads == 1
+
+
+def _native_in(dtype: str) -> Callable[[Context], bool]:
+    return lambda context: _native_is_possible(context) and context.dtype == dtype
 
 
 def _set(name: str, hypothesis: str, is_possible: Callable[[Context], bool], **genes: object) -> Operator:
@@ -54,7 +51,8 @@ OPERATORS: tuple[Operator, ...] = (
     ),
     _set(
         "native-prefill",
-        "prefill in one call of C: packed weights stay in cache for a block of rows, attention never copies pages",
+        "prefill in one call of C: packed weights stay in cache for a block of rows, attention never copies pages; in"
+        " bfloat16 two products an instruction, summed in float32",
         _native_is_possible,
         prefill="native",
     ),
@@ -62,8 +60,14 @@ OPERATORS: tuple[Operator, ...] = (
         "bf16-weights",
         "weights of a bfloat16 checkpoint are exact in 16 bits: kept so and widened in registers, half the bytes are"
         " read for the same result",
-        _native_is_possible,
+        _native_in("float32"),
         weight_bits=16,
+    ),
+    _set(
+        "fma-decode",
+        "steps of few rows wait for memory, not for products: their inputs can stay in float32",
+        _native_in("bfloat16"),
+        dot_rows=8,
     ),
     _set(
         "packed-linear",
@@ -96,6 +100,15 @@ OPERATORS: tuple[Operator, ...] = (
         prefill="torch",
     ),
     _set(
-        "f32-weights", "weights in 32 bits: nothing to widen where products are compute-bound", _on_cpu, weight_bits=32
+        "f32-weights",
+        "weights in 32 bits: nothing to widen where products are compute-bound",
+        _native_in("float32"),
+        weight_bits=32,
+    ),
+    _set(
+        "dot-all-rows",
+        "products of bfloat16 pairs for every number of rows: half the instructions",
+        _native_in("bfloat16"),
+        dot_rows=1,
     ),
 )

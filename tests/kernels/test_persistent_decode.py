@@ -1,4 +1,4 @@
-"""The persistent decode step on a CPU: the CUDA source in an unfriendly emulator, against its twin and the reference."""
+"""The persistent decode step on a CPU: the CUDA source in an unfriendly emulator, against twin and reference."""
 
 import shutil
 

@@ -11,6 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# The same examples each time, and no failure because the machine is busy.
+settings.register_profile("tkcc", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tkcc")
 
 REPOSITORY = Path(__file__).parents[1]
 SYSTEM = "tkcc-system"

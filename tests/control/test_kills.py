@@ -154,6 +154,16 @@ def test_a_lost_status_is_rebuilt_in_every_phase(story, names, phase):
     assert len(s.runs) == 1 and s.world.weight_pct == 0
 
 
+def test_a_lost_status_does_not_bring_back_what_was_rolled_back(story, names):
+    s = make(story, names, "slow")
+    play(s, TURNS, {})
+    assert s.status.rolled_back and s.reasons().count("CanaryStarted") == 1
+    s.world.status = Status()
+    s.run(20)
+    assert s.reasons().count("CanaryStarted") == 1
+    assert [(r.artifact, r.reason) for r in s.status.rolled_back] == [(names[0], "StatusLost")]
+
+
 def test_a_rebuilt_status_knows_what_was_compiled_and_what_was_forced(story, names):
     s = story({"recompilation": {"triggerToken": "one"}}, scripts=[RunScript(after=3 * MINUTE, artifact=names[0])])
     s.run(40, lambda s: s.status.stable.artifact == names[0])

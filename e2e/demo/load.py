@@ -88,21 +88,26 @@ async def sending(
     on_result: Callable[[Result], None],
     say: Callable[[str], None],
 ) -> AsyncIterator["asyncio.Task[None]"]:
-    """The replay runs inside the block; at its end it stops sending and what is in flight is waited for."""
+    """The replay runs inside the block. At its end it stops sending and what is in flight is waited for; a block that
+    is broken off waits for nothing."""
     ground.kubectl("delete", "pod", load.pod, "-n", namespace, "--ignore-not-found", "--now")
     ground.kubectl("apply", "-f", "-", stdin=manifest(pod_of(load, namespace, ground.images["worker"], url)))
     await _started(ground, load, namespace)
     task = asyncio.create_task(_follow(ground, load, namespace, on_result, say))
+    delete = ("delete", "pod", load.pod, "-n", namespace, "--ignore-not-found")
     try:
         yield task
-    finally:
-        deleted = asyncio.to_thread(ground.kubectl, "delete", "pod", load.pod, "-n", namespace, "--ignore-not-found")
+    except BaseException:
+        task.cancel()
         with suppress(ClusterError):
-            await asyncio.shield(deleted)
-        try:
-            await asyncio.wait_for(task, 15)
-        except TimeoutError:
-            task.cancel()
+            ground.kubectl(*delete, "--now", "--wait=false", deadline_s=10)
+        raise
+    with suppress(ClusterError):
+        await asyncio.to_thread(ground.kubectl, *delete)
+    try:
+        await asyncio.wait_for(task, 15)
+    except TimeoutError:
+        task.cancel()
 
 
 async def _started(ground: Ground, load: Load, namespace: str, deadline_s: float = 90.0) -> None:

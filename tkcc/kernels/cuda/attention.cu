@@ -170,6 +170,7 @@ DEVICE void attend_blocks(Shared& s, Stream& stream, int warp, const Sharing& sh
   for (int block = begin; block < end; ++block) {
     const int live = past - block * BLOCK;  // positions of this block that exist, if fewer than BLOCK
     block_scores<N>(stream.wait(), q, lane, scratch);
+    sync_warp();  // every lane sees the scores
     SHARED ? stream.skip() : stream.release();
     const bool is_live = lane < min(live, BLOCK);  // from here on a lane has one position of the block
     float p[N], top[N];

@@ -54,7 +54,7 @@ check: setup ## lint, format, types, imports between layers, generated files; no
 
 .PHONY: test
 test: setup ## the tests, but those on a whole cluster
-	$(PYTEST) tests
+	$(PYTEST) tests --numprocesses 2 --dist loadfile
 
 .PHONY: e2e
 e2e: setup-cluster ## the stories on a real local Kubernetes (as root)

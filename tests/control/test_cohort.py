@@ -109,5 +109,6 @@ def test_what_was_asked_before_the_step_does_not_count():
 
 def test_a_restart_is_a_crash_of_the_canary_alone():
     assert crashed(seen([canary_pod(restarts=1, waiting_reason="CrashLoopBackOff")]), NEW).reason == "CanaryCrashed"
+    assert crashed(seen([canary_pod(restarts=1, last_words="no build")]), NEW).message.endswith("1 times: no build")
     assert crashed(seen([canary_pod()], [stable_pod("s1", restarts=5)]), NEW) is None
     assert crashed(seen([canary_pod(restarts=1, template_artifact="b" * 64)]), NEW) is None

@@ -110,6 +110,7 @@ def test_a_missing_claim_is_named_and_nothing_is_made_until_it_is_there(story):
 POD_TROUBLES = [
     ({"waiting_reason": "ImagePullBackOff"}, "ImagePullFailed"),
     ({"waiting_reason": "CrashLoopBackOff"}, "CrashLooping"),
+    ({"load_error": "/models/x: no such model directory"}, "ModelCacheNotReady"),
     ({"unschedulable": "0/3 nodes are available"}, "InsufficientCapacity"),
     ({}, "ReplicasNotReady"),
 ]
@@ -123,6 +124,16 @@ def test_ready_says_why_pods_are_not(story, trouble, reason):
     pods = tuple(replace(pod, is_ready=False, **trouble) for pod in seen.stable.pods)
     _, status = reconcile(s.spec, s.status, replace(seen, stable=replace(seen.stable, ready_replicas=0, pods=pods)))
     assert told(status)["Ready"] == ("False", reason)
+
+
+def test_what_a_container_said_last_is_told(story):
+    s = story()
+    s.tick()
+    seen = s.world.observe()
+    trouble = {"waiting_reason": "CrashLoopBackOff", "last_words": "tkcc: cannot listen on 0.0.0.0:8000"}
+    pods = tuple(replace(pod, is_ready=False, **trouble) for pod in seen.stable.pods)
+    _, status = reconcile(s.spec, s.status, replace(seen, stable=replace(seen.stable, ready_replicas=0, pods=pods)))
+    assert "CrashLoopBackOff: tkcc: cannot listen" in find_condition(status.conditions, "Ready").message
 
 
 def test_ready_waits_for_the_present_spec_and_not_for_old_pods(story):

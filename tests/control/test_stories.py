@@ -77,6 +77,29 @@ def test_reuse_goes_through_the_canary_without_a_run(story, names):
     assert s.phases[-4:] == [Phase.WARMING, Phase.CANARY, Phase.PROMOTING, Phase.SERVING]
 
 
+def test_a_first_window_was_compiled_for_nothing_and_is_searched_on_return(story, names, no_improvement):
+    """Going back to the built-in pass because it once served this traffic would lose what was gained since."""
+    s = story({"drift": {"cooldown": "1m"}}).promoted(names[0], AWAY)
+    s.scripts.append(no_improvement)
+    s.world.load = HOME
+    s.run(20, lambda s: len(s.runs) == 2)
+    assert s.status.stable.artifact == names[0] and s.reasons().count("CanaryStarted") == 1
+
+
+def test_what_a_search_found_to_be_best_is_gone_back_to(story, names, no_improvement):
+    """The baseline too, where a run has shown that nothing beats it."""
+    each = {names[0]: Behaviour(0.7, home_tokens=9000)}
+    s = story({"drift": {"cooldown": "1m"}}, behaviours=each, scripts=[no_improvement, script(names[0])])
+    s.establish()
+    s.world.load = AWAY
+    s.run(20, lambda s: len(s.status.drift.plans) == 2)
+    s.world.load = FAR
+    s.run(40, lambda s: s.status.stable.artifact == names[0])
+    s.world.load = AWAY
+    s.run(40, lambda s: s.status.stable.artifact == BASELINE)
+    assert len(s.runs) == 2 and s.status.stable.source is Source.REUSE
+
+
 def test_an_artifact_that_was_rolled_back_is_not_reused(story, names):
     fast, other = names
     each = {fast: Behaviour(0.7, home_tokens=3000), other: Behaviour(0.7, home_tokens=9000)}

@@ -24,6 +24,7 @@ class FakePod:
     is_recording: bool = False
     is_ready: bool = True
     is_broken: bool = False  # answers 500 on the admin port
+    load_error: str | None = None  # it has no model: why, or "" while it loads
     words: tuple[str, ...] = ("a", "b", "c", "d")  # its greedy answer to everything
     preference_nats: float = 2.0  # how much more likely each of its tokens is than the next best
     started_at: datetime = field(default_factory=lambda: datetime.fromtimestamp(time.time(), UTC))
@@ -111,6 +112,9 @@ class FakePod:
         return web.Response(body=generate_latest(self._registry), headers={"Content-Type": "text/plain"})
 
     async def _info(self, request: web.Request) -> web.Response:
+        if self.load_error is not None:
+            body = {"error": "the model is loading", "loadError": self.load_error}
+            return web.json_response(body, status=503)
         return web.json_response(
             {
                 "artifactDigest": self.artifact_digest,

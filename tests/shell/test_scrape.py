@@ -93,6 +93,13 @@ async def test_bad_pods_are_errors_and_the_others_are_read(pod, scraper):
     assert readings[2].error == "" and readings[2].sample
 
 
+async def test_a_pod_that_cannot_load_its_model_says_why(pod, scraper):
+    pods = [await pod(load_error="/models/x: no such model directory"), await pod(load_error="")]
+    readings = await scraper.read([at(one) for one in pods], "native", {}, NOW)
+    assert [reading.load_error for reading in readings] == ["/models/x: no such model directory", ""]
+    assert all("the model is loading" in reading.error for reading in readings)
+
+
 async def test_a_page_of_another_engine_is_an_error_that_says_what_was_expected(pod, scraper):
     served = await pod()
     [reading] = await scraper.read([at(served)], "vllm", {}, NOW)

@@ -27,6 +27,11 @@ another order, and a near tie between two tokens may fall the other way.
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("what to serve")
     model.add_argument("--model", type=Path, required=True, metavar="DIR", help="a Hugging Face model directory")
+    model.add_argument(
+        "--wait-for-model",
+        action="store_true",
+        help="stay, say why on the admin port, and try again while the model cannot be loaded (default: exit)",
+    )
     model.add_argument("--artifact", type=Path, metavar="DIR", help="manifest.json and candidate.py of a forward pass")
     model.add_argument("--served-model-name", metavar="NAME", help="(default: the directory's name)")
     model.add_argument(
@@ -84,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     for name in ("request_timeout_s", "step_timeout_s", "drain_accept_s", "drain_finish_s", "record"):
         if not getattr(args, name) >= 0:
             raise CommandError(f"--{name.replace('_', '-')} must not be negative")
-    if not args.model.is_dir():
+    if not args.model.is_dir() and not args.wait_for_model:
         raise CommandError(f"--model {args.model}: no such directory")
     if args.artifact is not None and not args.artifact.is_dir():
         raise CommandError(f"--artifact {args.artifact}: no such directory")
@@ -125,5 +130,6 @@ def run(args: argparse.Namespace) -> int:
         record=args.record,
         drain_accept_s=args.drain_accept_s,
         drain_finish_s=args.drain_finish_s,
+        wait_for_model=args.wait_for_model,
     )
     return serve(options, cold_start)

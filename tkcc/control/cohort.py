@@ -100,6 +100,6 @@ def crashed(seen: Observed, artifact: str) -> Failure | None:
     """A canary pod whose container has ended: out of memory, a fault, a refused artifact."""
     for pod in live_pods(seen.canary):
         if pod.template_artifact == artifact and pod.restarts > 0:
-            why = f", {pod.waiting_reason}" if pod.waiting_reason else ""
+            why = f": {pod.last_words}" if pod.last_words else f", {pod.waiting_reason}" if pod.waiting_reason else ""
             return Failure("CanaryCrashed", f"{pod.name} restarted {pod.restarts} times{why}")
     return None

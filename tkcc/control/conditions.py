@@ -100,8 +100,11 @@ def _why_not_ready(pods: tuple[PodSeen, ...]) -> tuple[str, str]:
     for pod in pods:
         if pod.is_ready:
             continue
+        if pod.load_error:
+            return "ModelCacheNotReady", f"; {pod.name}: {pod.load_error}"
         if pod.waiting_reason in _WAITING_REASONS:
-            return _WAITING_REASONS[pod.waiting_reason], f"; {pod.name}: {pod.waiting_reason}"
+            why = f": {pod.last_words}" if pod.last_words else ""
+            return _WAITING_REASONS[pod.waiting_reason], f"; {pod.name}: {pod.waiting_reason}{why}"
         if pod.unschedulable:
             return "InsufficientCapacity", f"; {pod.name}: {pod.unschedulable}"
     return "ReplicasNotReady", ""

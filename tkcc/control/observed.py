@@ -34,6 +34,8 @@ class PodSeen:
     requests_started: int | None = None  # counter of its process, as just scraped
     restarts: int = 0
     waiting_reason: str = ""  # of a container that waits: ImagePullBackOff, CrashLoopBackOff, ...
+    load_error: str = ""  # why it cannot load its model, in its own words
+    last_words: str = ""  # of a container that ended
     unschedulable: str = ""  # message of PodScheduled=False
     is_terminating: bool = False
 
@@ -125,6 +127,7 @@ class TierSeen:
     is_ready: bool
     restarts: int = 0
     problem: str = ""  # why its pod cannot run: waiting reason or unschedulable message
+    last_words: str = ""  # of its container that ended
 
 
 @dataclass(frozen=True)

@@ -380,7 +380,7 @@ def _pod_troubles(turn: Turn) -> str:
     troubles = []
     for serving in (turn.seen.canary, turn.seen.stable):
         for pod in serving.pods if serving else ():
-            trouble = pod.waiting_reason or pod.unschedulable
+            trouble = pod.load_error or pod.waiting_reason or pod.unschedulable
             if not pod.is_ready and trouble:
                 troubles.append(f"{pod.name}: {trouble}")
             elif pod.is_ready and pod.artifact_digest and not serves(pod, pod.template_artifact):

@@ -10,7 +10,7 @@ from datetime import timedelta
 from tkcc.api.condition import Condition, ConditionStatus, RunConditionType, find_condition, set_condition
 from tkcc.api.run import RunOutcome, RunSpec, RunStatus
 from tkcc.control.actions import EmitEvent, EnsureRunTornDown, EnsureRunWorkers, EventType, RunAction
-from tkcc.control.observed import RunObserved
+from tkcc.control.observed import RunObserved, TierSeen
 from tkcc.control.turn import clock, short_name
 
 BUDGET_GRACE = timedelta(minutes=2)  # the worker ends by its budget and then writes its result
@@ -82,11 +82,16 @@ def _broken_tier(spec: RunSpec, seen: RunObserved) -> _End | None:
     limit = min(TIER_START_LIMIT, spec.budget.max_duration / 2)
     for tier in seen.tiers:
         if tier.restarts >= MAX_TIER_RESTARTS:
-            text = f"the {tier.name} tier restarted {tier.restarts} times; last: {tier.problem or 'unknown'}"
+            last = tier.last_words or tier.problem or "unknown"
+            text = f"the {tier.name} tier restarted {tier.restarts} times; last: {last}"
             return _End(RunOutcome.TIER_POD_FAILED, text)
         if tier.problem and not tier.is_ready and seen.now > seen.created_at + limit:
-            return _End(RunOutcome.TIER_POD_FAILED, f"the {tier.name} tier cannot run: {tier.problem}")
+            return _End(RunOutcome.TIER_POD_FAILED, f"the {tier.name} tier cannot run: {_why(tier)}")
     return None
+
+
+def _why(tier: TierSeen) -> str:
+    return f"{tier.problem}: {tier.last_words}" if tier.last_words else tier.problem
 
 
 def _ended(status: RunStatus, seen: RunObserved, end: _End) -> tuple[tuple[RunAction, ...], RunStatus]:

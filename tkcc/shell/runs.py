@@ -61,7 +61,8 @@ class Runs:
             self._cluster.get(CONFIG_MAP, owner.namespace, result_name(owner.name)),
         )
         result = see.result((result_map or {}).get("data") or {})
-        succeeded, failed = see.job_end(job) if job else (False, "")
+        workers = [pod for pod in pods if not _tier_of(pod)]
+        succeeded, failed = see.job_end(job, workers) if job else (False, "")
         seen = RunObserved(
             now=datetime.now(UTC),
             name=owner.name,

@@ -4,6 +4,7 @@ Nothing here fails as a whole: a pod that does not answer, or answers nonsense, 
 """
 
 import asyncio
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -19,6 +20,7 @@ from tkcc.shell.settings import Scrape
 from tkcc.traffic.exposition import CounterSample, parse
 from tkcc.traffic.metrics_map import Gauge, Signal
 
+MAX_REFUSAL_BYTES = 4096
 MAX_ANSWER_BYTES = 32_000_000
 PLAIN = {"Accept-Encoding": "identity"}
 
@@ -34,6 +36,7 @@ class Reading:
     requests: tuple[RequestSample, ...] = ()
     next_seq: int = 0
     error: str = ""
+    load_error: str = ""  # why it cannot load its model, in its own words
 
     @property
     def series(self) -> str:
@@ -53,6 +56,10 @@ class PodAddress:
 def series_of(pod: str, info: Info) -> str:
     """Unique to a process life: a container that restarts keeps its pod's name and counts from zero."""
     return f"{pod}/{int(info.started_at.timestamp())}"
+
+
+class LoadingError(ValueError):
+    """The pod has no model yet; the message says why, if it says."""
 
 
 class Scraper:
@@ -92,6 +99,8 @@ class Scraper:
                 since = cursors.get(series_of(pod.pod, info), 0)
                 page = parse((await self._get(pod, "/metrics")).decode(), engine)
                 finished = from_json(FinishedRequests, await self._get(pod, f"/tkcc/requests?since={since}"))
+        except LoadingError as err:
+            return Reading(pod.pod, error=f"{pod.pod}: the model is loading", load_error=str(err))
         except (httpx.HTTPError, TimeoutError, ValueError) as err:
             return Reading(pod.pod, error=f"{pod.pod}: {type(err).__name__}: {str(err)[:200]}")
         requests = tuple(_request(pod.pod, info, request) for request in finished.requests)
@@ -107,6 +116,8 @@ class Scraper:
     async def _get(self, pod: PodAddress, path: str) -> bytes:
         url, timeout = pod.url(ADMIN_PORT, path), self._settings.timeout_s
         async with self._http.stream("GET", url, headers=PLAIN, timeout=timeout) as response:
+            if response.status_code == httpx.codes.SERVICE_UNAVAILABLE:
+                raise LoadingError(_load_error(await bounded(response, MAX_REFUSAL_BYTES)))
             response.raise_for_status()
             return await bounded(response, MAX_ANSWER_BYTES)
 
@@ -120,6 +131,14 @@ async def bounded(response: httpx.Response, max_bytes: int) -> bytes:
         if len(body) > max_bytes:
             raise ValueError(f"{response.url.path} answered more than {max_bytes} bytes")
     return bytes(body)
+
+
+def _load_error(body: bytes) -> str:
+    """What a pod says that has no model yet: why, or "" while it simply loads."""
+    try:
+        return str(json.loads(body)["loadError"])[:400]
+    except (ValueError, KeyError, TypeError):
+        return ""
 
 
 def _total(page: CounterSample, signal: Signal) -> int:

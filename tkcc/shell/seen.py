@@ -67,6 +67,8 @@ def pod(obj: JsonObject, reading: Reading | None) -> PodSeen:
         requests_started=reading.requests_started if reading else None,
         restarts=_restarts(status),
         waiting_reason=_waiting(status),
+        load_error=reading.load_error if reading else "",
+        last_words=_last_words(status),
         unschedulable=_unschedulable(status),
         is_terminating="deletionTimestamp" in have,
     )
@@ -127,15 +129,20 @@ def tier(name: str, deployment: JsonObject, pods: Iterable[JsonObject]) -> TierS
         is_ready=deployment.get("status", {}).get("readyReplicas", 0) >= 1,
         restarts=sum(_restarts(status) for status in statuses),
         problem=problems[0] if problems else "",
+        last_words=next((words for status in statuses if (words := _last_words(status))), ""),
     )
 
 
-def job_end(job: JsonObject) -> tuple[bool, str]:
-    """(succeeded, why it failed or "") of a Job."""
+def job_end(job: JsonObject, pods: Iterable[JsonObject]) -> tuple[bool, str]:
+    """(succeeded, why it failed or "") of a Job. What its newest pod said at its end says more than any count."""
     conditions = job.get("status", {}).get("conditions", [])
     true = {c["type"]: c for c in conditions if c["status"] == "True"}
     failed = true.get("Failed")
-    return "Complete" in true, f"{failed.get('reason', '')}: {failed.get('message', '')}" if failed else ""
+    if not failed:
+        return "Complete" in true, ""
+    newest = sorted(pods, key=lambda have: str(have["metadata"]["creationTimestamp"]), reverse=True)
+    words = next((words for have in newest if (words := _last_words(have.get("status", {})))), "")
+    return False, f"{failed.get('reason', '')}: {words or failed.get('message', '')}"
 
 
 def _restarts(status: JsonObject) -> int:
@@ -147,6 +154,16 @@ def _waiting(status: JsonObject) -> str:
         reason: str = container.get("state", {}).get("waiting", {}).get("reason", "")
         if reason and reason not in _ORDINARY_WAITS:
             return reason
+    return ""
+
+
+def _last_words(status: JsonObject) -> str:
+    """The last line of the container that ended, now or before its restart."""
+    for container in status.get("containerStatuses", []):
+        for state in (container.get("state", {}), container.get("lastState", {})):
+            message: str = state.get("terminated", {}).get("message", "").strip()
+            if message:
+                return message.splitlines()[-1][:400]
     return ""
 
 

@@ -6,6 +6,7 @@ Real processes; what is asserted is what clients and the operator can see.
 import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -239,6 +240,31 @@ def test_one_failed_step_fails_its_requests_only(start, model_dir, tmp_path):
     assert server.post("/v1/completions", body).status_code == 200
     assert server.metric('tkcc_engine_requests_total{outcome="error"}') == 1
     assert server.metric("tkcc_engine_kv_usage_ratio") == 0
+
+
+def test_weights_that_come_late_are_waited_for(model_dir, tmp_path):
+    late = tmp_path / "late"
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    server = ServedProcess.start(late, "--wait-for-model", "--admin-port", port)
+
+    def load_error():
+        try:
+            answer = httpx.get(f"http://127.0.0.1:{port}/tkcc/info")
+        except httpx.ConnectError:
+            return ""
+        return answer.json()["loadError"] if answer.status_code == 503 else ""
+
+    try:
+        until(lambda: "no such model directory" in load_error(), "it says why", timeout_s=100)
+        assert httpx.get(f"http://127.0.0.1:{port}/health").status_code == 503
+        shutil.copytree(model_dir, late)
+        server.wait_ready()
+        assert server.complete("x", max_tokens=1)["usage"]["completion_tokens"] == 1
+        assert sum("no such model directory" in line for line in server.lines) == 1, "said once"
+    finally:
+        server.process.terminate()
+        assert server.wait() == 0
 
 
 def test_draining_finishes_what_runs_and_refuses_what_comes(start, model_dir, tmp_path):

@@ -14,8 +14,15 @@ MAX_RECORDING = 20_000  # requests in one answer
 
 
 class AdminApi:
-    def __init__(self, public: PublicApi, accounts: Accounts, info: Callable[[], dict[str, Any] | None]) -> None:
-        self._public, self._accounts, self._info = public, accounts, info
+    def __init__(
+        self,
+        public: PublicApi,
+        accounts: Accounts,
+        info: Callable[[], dict[str, Any] | None],
+        load_error: Callable[[], str],
+    ) -> None:
+        """`info`: None until the model is loaded; `load_error`: why it was not, the last time that was tried."""
+        self._public, self._accounts, self._info, self._load_error = public, accounts, info, load_error
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=1024)
@@ -29,7 +36,8 @@ class AdminApi:
     async def info(self, request: web.Request) -> web.Response:
         info = self._info()
         if info is None:
-            return web.json_response({"error": "the model is loading"}, status=503)
+            body = {"error": "the model is loading", "loadError": self._load_error()}
+            return web.json_response(body, status=503)
         return web.json_response(info)
 
     async def requests(self, request: web.Request) -> web.Response:

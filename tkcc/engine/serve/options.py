@@ -28,3 +28,4 @@ class ServeOptions:
     log_requests: int = 10_000
     drain_accept_s: float = 5.0
     drain_finish_s: float = 60.0
+    wait_for_model: bool = False  # a checkpoint that cannot be loaded is tried again, not given up

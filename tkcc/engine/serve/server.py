@@ -34,6 +34,7 @@ from tkcc.models.checkpoint import CheckpointError
 
 EXIT_OK, EXIT_BROKEN, EXIT_REFUSED = 0, 1, 2
 EXIT_STOPPED_LOADING = 3  # to the outside it is EXIT_OK
+LOAD_AGAIN_S = 10.0
 
 
 class Server:
@@ -49,6 +50,7 @@ class Server:
         name = options.served_model_name or options.model.resolve().name
         self._public = PublicApi(name, self._accounts, options.request_timeout_s)
         self._info: dict[str, Any] | None = None
+        self._load_error = ""
         self._signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
 
     def stop(self, number: signal.Signals) -> None:
@@ -60,7 +62,7 @@ class Server:
         runners: list[web.AppRunner] = []
         try:
             with self._cold_start.phase("listen"):
-                admin = AdminApi(self._public, self._accounts, lambda: self._info)
+                admin = AdminApi(self._public, self._accounts, lambda: self._info, lambda: self._load_error)
                 public_app = self._public.app(self._options.max_body_bytes)
                 runners.append(await _listen(public_app, self._options.host, self._options.port))
                 runners.append(await _listen(admin.app(), self._options.host, self._options.admin_port))
@@ -76,13 +78,12 @@ class Server:
                 await runner.cleanup()
 
     async def _load_and_serve(self, addresses: list[tuple[str, int]]) -> int:
-        loading = asyncio.create_task(asyncio.to_thread(load, self._options, self._cold_start))
         stopping = asyncio.create_task(self._signals.get())
-        await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if not loading.done():
+        loaded = await self._load(stopping)
+        if loaded is None:
             self._say("tkcc: stopped while loading")
             return EXIT_STOPPED_LOADING
-        engine = self._start(loading.result())
+        engine = self._start(loaded)
         (host, port), (_, admin_port) = addresses[0][:2], addresses[1][:2]
         self._say(
             f"tkcc: serving {self._public.model_name} on http://{host}:{port}, admin port {admin_port},"
@@ -99,6 +100,26 @@ class Server:
             stepping.cancel()
             engine.close()
         return EXIT_OK
+
+    async def _load(self, stopping: asyncio.Task[signal.Signals]) -> Loaded | None:
+        """The model; None when a signal came first. With `wait_for_model` weights that are not there yet, or not whole,
+        are waited for: in a cluster somebody may still be copying them. An artifact that does not load is never."""
+        while True:
+            loading = asyncio.create_task(asyncio.to_thread(load, self._options, self._cold_start))
+            await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if not loading.done():
+                return None
+            try:
+                return loading.result()
+            except CheckpointError as err:
+                if not self._options.wait_for_model:
+                    raise
+                if str(err) != self._load_error:
+                    self._say(f"tkcc: {err}; trying again every {LOAD_AGAIN_S:.0f} s")
+                self._load_error = str(err)
+            await asyncio.wait({stopping}, timeout=LOAD_AGAIN_S)
+            if stopping.done():
+                return None
 
     def _start(self, loaded: Loaded) -> Engine:
         options, spec = self._options, loaded.runner.spec

@@ -135,6 +135,7 @@ def pod_template(
             "containers": [
                 {
                     "imagePullPolicy": settings.images.pull_policy,
+                    "terminationMessagePolicy": "FallbackToLogsOnError",  # its last words go into the pod's status
                     "securityContext": container_security(),
                     "volumeMounts": volumes.mounts,
                     **container,

@@ -137,7 +137,7 @@ def _container(spec: Spec, settings: Settings, artifact: str) -> JsonObject:
 
 def _serve_args(spec: Spec, settings: Settings, artifact: str) -> list[str]:
     recording = spec.traffic.recording
-    args = ["serve", "--model", model_path(spec.model), "--served-model-name", spec.model.name]
+    args = ["serve", "--model", model_path(spec.model), "--wait-for-model", "--served-model-name", spec.model.name]
     args += ["--host", "0.0.0.0", "--port", str(SERVING_PORT), "--admin-port", str(ADMIN_PORT)]
     args += ["--dtype", spec.engine.dtype]
     args += ["--device", "cuda"] if has_gpu(spec.pod) else []

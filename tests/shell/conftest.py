@@ -23,6 +23,7 @@ from tkcc.kube.resources import CONFIG_MAP, INFERENCE_DEPLOYMENT, POD, RECOMPILA
 from tkcc.shell.drive import Key
 from tkcc.shell.metrics import Metrics
 from tkcc.shell.process import hands
+from tkcc.shell.render.names import MANAGED_BY
 from tkcc.shell.settings import Images, Settings
 
 SETTINGS = Settings(images=Images(engine="engine:1", worker="worker:1"))
@@ -115,7 +116,7 @@ class World:
         )
         meta: JsonObject = {"namespace": self.namespace, "name": f"tkcc-artifact-{digest[:16]}"}
         if owner:
-            meta |= {"ownerReferences": [owner], "labels": {"app.kubernetes.io/component": "artifact"}}
+            meta |= {"ownerReferences": [owner], "labels": {**MANAGED_BY, "app.kubernetes.io/component": "artifact"}}
         obj = {
             "apiVersion": "v1",
             "kind": "ConfigMap",

@@ -60,8 +60,11 @@ class Applier:
                 if settings.network_policies:
                     await own.apply(render.network_policy(owner, settings))
             case EnsureStable(artifact, replicas):
+                await memory.held.hold(artifact)
                 await own.apply(render.deployment(owner, spec, settings, STABLE, artifact, replicas))
             case EnsureCanary(artifact, replicas):
+                if replicas > 0:
+                    await memory.held.hold(artifact)
                 if replicas > 0 or world.seen.canary is not None:
                     await own.apply(render.deployment(owner, spec, settings, CANARY, artifact, replicas))
             case EnsureWeight(_, pods):
@@ -78,7 +81,7 @@ class Applier:
             case EnsureArtifact(digest, run):
                 await self._ensure_artifact(owner, own, digest, run)
             case EnsureArtifactGone(digest):
-                await self._cluster.delete(CONFIG_MAP, owner.namespace, artifact_name(digest))
+                await memory.held.let_go(digest)
             case EmitEvent():
                 raise AssertionError("events are posted after the status was written")
             case _:

@@ -13,6 +13,7 @@ from tkcc.api.spec import Spec
 from tkcc.api.status import Status
 from tkcc.control.observed import ArtifactSeen
 from tkcc.shell import samples as ring
+from tkcc.shell.artifacts import Artifacts
 from tkcc.shell.configmaps import Parsed
 from tkcc.shell.own import Own
 from tkcc.shell.probe import Prober
@@ -28,6 +29,7 @@ CHECKPOINT_EVERY = timedelta(seconds=10)
 @dataclass
 class Memory:
     own: Own
+    held: Artifacts
     prober: Prober
     results: Parsed[ResultSeen]
     artifacts: Parsed[ArtifactSeen | None]

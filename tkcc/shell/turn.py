@@ -30,6 +30,7 @@ from tkcc.kube.cluster import STATUS, Cluster
 from tkcc.kube.errors import ClusterError, Conflict, NotLeader
 from tkcc.kube.resources import CONFIG_MAP, INFERENCE_DEPLOYMENT, RECOMPILATION_RUN, JsonObject
 from tkcc.shell.apply import Applier
+from tkcc.shell.artifacts import Artifacts
 from tkcc.shell.configmaps import Parsed
 from tkcc.shell.drive import Key
 from tkcc.shell.memory import Memory
@@ -121,6 +122,7 @@ class DeploymentTurns:
             await self._forget(key)
             memory = Memory(
                 own=Own(self._cluster, owner),
+                held=Artifacts(self._cluster, owner),
                 prober=Prober(self._http, self._settings.scrape.probe_timeout_s, lambda: self._wake(key)),
                 results=Parsed(self._cluster, lambda found: result(found.get("data") or {})),
                 artifacts=Parsed(self._cluster, ArtifactParser(owner.uid)),

@@ -4,7 +4,7 @@ back to stable first, and then on."""
 from e2e.stories import candidates
 from e2e.stories.client import Mix
 from e2e.stories.stage import Stage
-from e2e.stories.subject import Subject, deploy
+from e2e.stories.subject import SMALL_CACHE, Subject, deploy
 from e2e.stories.telling import Story
 from tkcc.api.condition import ConditionType
 from tkcc.api.status import Phase
@@ -51,7 +51,7 @@ def test_a_spec_change_in_mid_canary_goes_back_to_stable_first(subject: Subject)
     subject.until_phase(Phase.SERVING)
     subject.change({"rollout": {"artifact": "baseline"}})
     subject.until_phase(Phase.CANARY, ROLLOUT_S)
-    subject.change({"engine": {"args": ["--max-batch=8"]}})
+    subject.change({"engine": {"args": [*SMALL_CACHE, "--max-batch=8"]}})
 
     subject.until_phase(Phase.ROLLING_BACK)
     subject.until("all pods are stable's, with the new spec", lambda _: _args(subject, "stable") == [8, 8])

@@ -4,6 +4,17 @@ from hypothesis import strategies as st
 
 from tkcc.stats.alpha import AlphaLedger, BudgetSpent
 
+
+@pytest.mark.parametrize("most", [1, 2, 7])
+def test_a_bounded_campaign_makes_so_many_decisions_and_no_more(most):
+    ledger = AlphaLedger(0.05, most)
+    assert [ledger.draw(str(n)) for n in range(most)] == [0.05 / most] * most
+    with pytest.raises(BudgetSpent, match=f"all {most} decisions"):
+        ledger.draw("one more")
+    assert ledger.draw("0") == 0.05 / most, "an old one is still itself"
+    assert ledger.spent == pytest.approx(0.05)
+
+
 names = st.lists(st.text(max_size=3), max_size=300)
 
 

@@ -93,6 +93,19 @@ def test_interval_covers_the_true_gain_under_drifting_noise():
     assert covered >= 88
 
 
+def test_neighbours_that_move_together_widen_the_interval():
+    """Sixty pairs in a row of a slow mood say less than sixty apart, and the interval knows."""
+    rng = random.Random(4)
+    mood, pairs = 0.0, []
+    for _ in range(120):
+        mood = 0.9 * mood + rng.gauss(0, 0.02)
+        pairs.append((math.exp(mood), 1.0))
+    in_order = bootstrap_log_ratio(pairs, 1)
+    rng.shuffle(pairs)
+    shuffled = bootstrap_log_ratio(pairs, 1)
+    assert in_order.high - in_order.low > 1.3 * (shuffled.high - shuffled.low)
+
+
 def test_interval_depends_on_the_seed_alone():
     pairs = [(1.0 + i % 7 / 10, 1.0 + i % 5 / 10) for i in range(40)]
     assert bootstrap_log_ratio(pairs, 7) == bootstrap_log_ratio(pairs, 7)

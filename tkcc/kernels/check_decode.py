@@ -1,0 +1,172 @@
+"""Whether the persistent step is right on a device: against float32, its twin, poison, and time.
+
+    python -m tkcc.kernels.check_decode accuracy|twin|soak|tiny
+
+`tiny` (two layers, contexts 16 and 300) is what compute-sanitizer runs.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from tkcc.kernels.decode_reference import ReferenceDecode, random_weights
+from tkcc.kernels.decode_shape import SHAPES, DecodeShape
+from tkcc.kernels.decode_twin import DecodeTwin
+from tkcc.kernels.persistent_decode import PersistentDecode
+
+
+def make(shape: DecodeShape, past: Sequence[int], room: int) -> PersistentDecode:
+    """A decoder with random pasts, NaNs after them and in the outputs."""
+    decoder = PersistentDecode(shape, random_weights(shape, 1, "cuda"), batch=len(past), kv_capacity=max(past) + room)
+    for cache in (decoder.keys, decoder.values):
+        cache.normal_()
+    restart(decoder, past)
+    return decoder
+
+
+def restart(decoder: PersistentDecode, past: Sequence[int]) -> None:
+    """Sequences at `past`, everything beyond poisoned."""
+    for cache in (decoder.keys, decoder.values):
+        cache.nan_to_num_(nan=0.5)
+        for b, count in enumerate(past):
+            cache[:, b, :, count:] = torch.nan
+    decoder.tokens.copy_(torch.arange(len(past)) * 7 + 11)
+    decoder.positions.copy_(torch.tensor(past))
+    decoder.logits.fill_(torch.nan)
+
+
+def accuracy(shape: DecodeShape, contexts: Sequence[int]) -> None:
+    """Error of the logits against float32, ours and the plain bf16 model's, after one step at each context."""
+    decoder = make(shape, [max(contexts)], 64)
+    weights = random_weights(shape, 1, "cuda")
+    out = torch.zeros(1, 1, dtype=torch.int32, device="cuda")
+    for context in contexts:
+        restart(decoder, [context])
+        tokens, positions = decoder.tokens.long(), decoder.positions.long()
+        capacity = context + 1
+        plain = {}
+        for dtype in (torch.float32, torch.bfloat16):
+            caches = [c[:, :, :, :capacity].nan_to_num(0.0).to(dtype) for c in (decoder.keys, decoder.values)]
+            plain[dtype] = ReferenceDecode(shape, weights, *caches, decoder.rope).step(tokens, positions).float()
+        decoder.run(1, out, with_logits=True)
+        truth = plain[torch.float32]
+        ours, bf16 = (float((x - truth).norm() / truth.norm()) for x in (decoder.logits, plain[torch.bfloat16]))
+        verdict = "ok" if ours <= 1.5 * bf16 else "WRONG"
+        print(f"accuracy context {context}: ours {ours:.5f}, plain bf16 {bf16:.5f}, ratio {ours / bf16:.3f} {verdict}", flush=True)
+
+
+def against_twin(shape: DecodeShape, context: int, steps: int) -> None:
+    """`steps` dependent steps: tokens of each and logits of the last, bit for bit; and teacher-forced against float32.
+
+    A token that float32 would not choose counts as a near tie if float32's gap between the two is under twice the
+    error bound (the largest error of the plain bf16 model's logits at the first step, times 1.5).
+    """
+    decoder = make(shape, [context], steps + 64)
+    twin = DecodeTwin(decoder)
+    weights = random_weights(shape, 1, "cuda")
+    caches32, caches16 = (
+        [c[:, :, :, : context + steps + 1].nan_to_num(0.0).to(dtype) for c in (decoder.keys, decoder.values)]
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    model32 = ReferenceDecode(shape, weights, *caches32, decoder.rope)
+    model16 = ReferenceDecode(shape, weights, *caches16, decoder.rope)
+    out = torch.zeros(steps, 1, dtype=torch.int32, device="cuda")
+    token, position = decoder.tokens.clone(), decoder.positions.long()
+    bound = 1.5 * float((model16.step(token.long(), position).float() - model32.step(token.long(), position)).abs().max())
+    decoder.run(steps, out, with_logits=True)
+    tokens = out[:, 0].tolist()
+    equal = near_ties = wrong = 0
+    logits = torch.empty(0)
+    for step in range(steps):
+        logits, _ = twin.step(token, [context + step])
+        equal += int(logits.argmax()) == tokens[step]
+        truth = model32.step(token.long(), position + step)[0]
+        gap = float(truth.max() - truth[tokens[step]])
+        near_ties += 0 < gap < 2 * bound
+        wrong += gap >= 2 * bound
+        token = out[step]
+    same = torch.equal(logits, decoder.logits)
+    print(
+        f"twin context {context}: {equal}/{steps} tokens and the last logits {'bit-equal' if same else 'DIFFERENT'}; "
+        f"against float32: {near_ties} near ties (bound {bound:.4f}), {wrong} wrong; {len(set(tokens))} distinct tokens",
+        flush=True,
+    )
+
+
+def soak(shape: DecodeShape, steps: int) -> None:
+    """`steps` dependent steps, 100 a launch."""
+    decoder = make(shape, [0], steps + 64)
+    out = torch.zeros(100, 1, dtype=torch.int32, device="cuda")
+    for _ in range(steps // 100):
+        decoder.run(100, out)
+    torch.cuda.synchronize()
+    logits_at_end = torch.zeros(1, 1, dtype=torch.int32, device="cuda")
+    decoder.run(1, logits_at_end, with_logits=True)
+    finite = bool(decoder.logits.isfinite().all())
+    print(f"soak: {int(decoder.positions[0]) - 1} steps without a hang, logits finite: {finite}", flush=True)
+
+
+def batches(shape: DecodeShape) -> None:
+    """Batches 1 to 8 at lengths that are no multiple of anything, against the twin."""
+    lengths = [333, 0, 17, 1201, 64, 5, 700, 31]
+    for batch in range(1, 9):
+        past = lengths[:batch]
+        decoder = make(shape, past, 16)
+        twin = DecodeTwin(decoder)
+        out = torch.zeros(3, batch, dtype=torch.int32, device="cuda")
+        tokens = decoder.tokens.clone()
+        decoder.run(3, out, with_logits=True)
+        same, logits = True, torch.empty(0)
+        for step in range(3):
+            logits, _ = twin.step(tokens, [p + step for p in past])
+            tokens = logits.argmax(1)
+            same = same and torch.equal(tokens, out[step].long())
+        same = same and torch.equal(logits, decoder.logits)
+        print(f"batch {batch} at {past}: {'bit-equal' if same else 'DIFFERENT'}", flush=True)
+
+
+def tiny(shape: DecodeShape) -> None:
+    """Two layers at contexts 16 and 300, two steps each."""
+    decoder = make(shape, [300], 64)
+    decoder.max_spins = 1 << 30
+    out = torch.zeros(2, 1, dtype=torch.int32, device="cuda")
+    for context in (16, 300):
+        restart(decoder, [context])
+        decoder.run(2, out, with_logits=True)
+        torch.cuda.synchronize()
+        print(f"tiny context {context}: tokens {out.flatten().tolist()}, finite {bool(decoder.logits.isfinite().all())}", flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the named checks on one model."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("checks", nargs="+", choices=["accuracy", "twin", "soak", "batches", "models", "tiny"])
+    parser.add_argument("--model", choices=sorted(SHAPES), default="llama-3.2-1b")
+    parser.add_argument("--contexts", type=json.loads, default=[16, 512, 2048, 8192, 32768])
+    parser.add_argument("--steps", type=int, default=1000)
+    args = parser.parse_args(argv)
+    shape = SHAPES[args.model]
+    two_layers = replace(shape, num_layers=2)
+    for check in args.checks:
+        with torch.no_grad():
+            if check == "accuracy":
+                accuracy(shape, args.contexts)
+            if check == "twin":
+                against_twin(shape, 16, args.steps)
+            if check == "soak":
+                soak(shape, 10_000)
+            if check == "batches":
+                batches(two_layers)
+            if check == "models":
+                for name, other in SHAPES.items():
+                    print(name, end=": ")
+                    against_twin(replace(other, num_layers=2), 100, 3)
+            if check == "tiny":
+                tiny(replace(two_layers, vocab=4096))
+
+
+if __name__ == "__main__":
+    main()

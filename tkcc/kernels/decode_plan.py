@@ -170,12 +170,12 @@ def plan_runs(shape: DecodeShape, dealt: list[list[int]], layout: Layout, batch:
     by_run = counts.reshape(len(sizes), -1)
     first_of_run = np.concatenate([[0], by_run.sum(0).cumsum()[:-1]])
     places = []
-    for stage, (units, owners) in enumerate(orders):
-        order = np.argsort(owners, kind="stable")
+    for stage, (unit_order, owner_order) in enumerate(orders):
+        order = np.argsort(owner_order, kind="stable")
         starts = first_of_run + by_run[:stage].sum(0)
         rank = np.arange(len(order)) - np.repeat(by_run[stage].cumsum() - by_run[stage], by_run[stage])
         place = np.empty(len(order), dtype=np.int64)
-        place[units[order]] = starts[owners[order]] + rank
+        place[unit_order[order]] = starts[owner_order[order]] + rank
         places.append(torch.from_numpy(place))
     layers = counts[:-1].reshape(shape.num_layers, 4, grid, warps)
     parts = np.stack([layers[:, 0], layers[:, 1:].sum(1)], axis=1)  # [layers, 2, grid, warps]

@@ -144,6 +144,7 @@ class DecodeTwin:
         for b, past in enumerate(positions):
             q, k, v = qkv[b].view(-1, s.head_dim).split([s.num_heads, s.num_kv_heads, s.num_kv_heads])
             if s.qk_norm:
+                assert d.qk_norms is not None
                 q, k = (self._head_norm(x, d.qk_norms[2 * layer + i]) for i, x in enumerate((q, k)))
             q, k = (self._rotate(x, past).bfloat16() for x in (q, k))
             v = v.bfloat16()

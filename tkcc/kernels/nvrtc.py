@@ -38,7 +38,7 @@ def compile_cubin(source: str, arch: str, options: tuple[str, ...] = ()) -> byte
         log = b" " * _nvrtc(nvrtc.nvrtcGetProgramLogSize(program))
         _nvrtc(nvrtc.nvrtcGetProgramLog(program, log))
         raise CompileError(log.decode(errors="replace"))
-    cubin = b" " * _nvrtc(nvrtc.nvrtcGetCUBINSize(program))
+    cubin: bytes = b" " * _nvrtc(nvrtc.nvrtcGetCUBINSize(program))
     _nvrtc(nvrtc.nvrtcGetCUBIN(program, cubin))
     return cubin
 

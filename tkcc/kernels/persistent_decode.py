@@ -28,7 +28,7 @@ from tkcc.kernels.decode_shape import DecodeShape
 FILES = ("ptx.cu", "shape.cu", "math.cu", "exchange.cu", "stream.cu", "gemv.cu", "attention.cu", "decode.cu")
 
 
-_POINTERS = ("weights", "runs", "run_parts", "work", "embed", "norms", "qk_norms", "rope", "keys", "values")
+_POINTERS: tuple[str, ...] = ("weights", "runs", "run_parts", "work", "embed", "norms", "qk_norms", "rope", "keys", "values")
 _POINTERS += ("tokens", "positions", "out_tokens", "logits", "exchange", "partials", "best", "counters", "report", "trace")
 
 

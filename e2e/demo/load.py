@@ -99,6 +99,7 @@ async def sending(
         yield task
     except BaseException:
         task.cancel()
+        await asyncio.gather(task, return_exceptions=True)  # its kubectl must be gone before the loop is
         with suppress(ClusterError):
             ground.kubectl(*delete, "--now", "--wait=false", deadline_s=10)
         raise

@@ -1,5 +1,6 @@
 """The thin parts of the demo that do not need a cluster to be wrong."""
 
+import asyncio
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ import pytest
 from e2e.cluster.errors import ClusterError
 from e2e.demo.facts import Story
 from e2e.demo.ground import Ground, image_values, parse_images
-from e2e.demo.load import Load, pod_of
+from e2e.demo.load import Load, pod_of, sending
 from e2e.demo.watch import Watcher
 from tkcc.api.codec import to_dict
 from tkcc.api.condition import Condition, ConditionStatus
@@ -51,6 +52,29 @@ def test_the_replay_pod_sends_the_trace_to_the_service_and_may_do_nothing_else()
     assert pod["spec"]["automountServiceAccountToken"] is False
     assert pod["spec"]["securityContext"]["runAsNonRoot"] is True
     assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+
+
+class Shell(Ground):
+    """A ground whose pods always run and whose logs never end."""
+
+    def kubectl(self, *words: str, stdin: str | None = None, deadline_s: float = 1.0) -> str:
+        return "Running"
+
+    def follow(self, *words: str) -> list[str]:
+        return ["sh", "-c", "echo $$; while :; do echo more; sleep 0.2; done"]
+
+
+async def test_a_story_that_breaks_off_leaves_no_follower_behind(tmp_path):
+    load = Load("A", Path("examples/traces/chat.jsonl.gz"), 0.125, 2.0, 600)
+    said: list[str] = []
+    with pytest.raises(RuntimeError, match="broken off"):
+        async with sending(
+            Shell(tmp_path, parse_images(REFERENCES)), load, "default", "http://x", lambda _: None, said.append
+        ):
+            while not said:
+                await asyncio.sleep(0.05)
+            raise RuntimeError("broken off")
+    assert not Path("/proc", said[0]).exists()
 
 
 @dataclass

@@ -53,12 +53,16 @@ check: setup ## lint, format, types, imports between layers, generated files; no
 	$(PY) -m tkcc.api.crd --out charts/tkcc/files/crds --check
 
 .PHONY: test
-test: setup ## the tests, but those on a whole cluster
-	$(PYTEST) tests --numprocesses 2 --dist loadfile
+test: setup ## the tests, but those on a real API server or a whole cluster
+	$(PYTEST) tests --numprocesses 2 --dist loadfile --ignore tests/operator --ignore tests/shell --ignore tests/kube
+
+.PHONY: test-apiserver
+test-apiserver: setup-cluster ## the operator on a real etcd and API server, broken there in many ways
+	$(PYTEST) tests/kube tests/shell tests/operator
 
 .PHONY: e2e
-e2e: setup-cluster ## the stories on a real local Kubernetes (as root)
-	$(PYTEST) e2e -m "not full" --timeout 1500
+e2e: setup-cluster ## the local cluster and the story Aborts on it (as root)
+	$(PYTEST) e2e/cluster e2e/stories/test_aborts.py -m "not full" --timeout 1500
 
 .PHONY: e2e-full
 e2e-full: setup-cluster ## every story, those too that do not fit CI's time

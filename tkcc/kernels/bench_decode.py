@@ -186,6 +186,8 @@ def bench_decode(shape: DecodeShape, weights: dict[str, Tensor], contexts: Seque
                 caches = [torch.randn(size, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
                 step = ReferenceDecode(shape, weights, *caches, rope_table(shape, capacity, torch.device("cuda"))).step
                 if name == "compile":
+                    for cache in caches:  # or its graphs are skipped: "mutated inputs"
+                        torch._dynamo.mark_static_address(cache)
                     step = torch.compile(step, mode="reduce-overhead")
             with torch.no_grad():
                 graphed = GraphedStep(step, capture=name != "compile")

@@ -268,32 +268,22 @@ DEVICE void attend_new(Shared& s, int warp, int lane) {
   }
 }
 
+// Heads that a warp has no partial result for.
+DEVICE void mark_missing(Shared& s, const Role& role, const Sharing& sharing, bool has_new, int warp, int lane) {
+  if (lane < G && !has_part(role, sharing, warp, lane)) s.attend[warp][lane * (HD + 2) + HD] = NO_SCORE;
+  if (warp == 0 && lane < G && !has_new) s.attend[NW][lane * (HD + 2) + HD] = NO_SCORE;
+}
 // What each partial result of this CTA (its warps', the new position's) weighs in their sum, for each head.
-DEVICE void weigh_warps(Shared& s, const Role& role, const Sharing& sharing, bool has_new) {
+DEVICE void weigh_warps(Shared& s) {
   for (int i = threadIdx.x; i < (NW + 1) * G; i += NT) {
     const int mine = i / G, h = i % G;
-    float top = NO_SCORE, m = NO_SCORE;
-    bool is_there = false;
+    float top = NO_SCORE;
 #pragma unroll
-    for (int w = 0; w <= NW; ++w) {
-      const bool there = w == NW ? has_new : has_part(role, sharing, w, h);
-      const float of_warp = there ? s.attend[w][h * (HD + 2) + HD] : NO_SCORE;
-      top = fmaxf(top, of_warp);
-      if (w == mine) m = of_warp, is_there = there;
-    }
-    s.weights[mine][h] = is_there ? exp2_exact(sub_rn(m, top)) : -1.0f;  // negative: not there
+    for (int w = 0; w <= NW; ++w) top = fmaxf(top, s.attend[w][h * (HD + 2) + HD]);
+    const float m = s.attend[mine][h * (HD + 2) + HD];
+    s.weights[mine][h] = m > NO_SCORE ? exp2_exact(sub_rn(m, top)) : -1.0f;  // negative: not there
     if (mine == 0) s.top[h] = top;
   }
-}
-// Sum over this CTA's partial results of one word of them: a dim of o, or HD + 1 for l.
-DEVICE float weighted_sum(const Shared& s, int h, int word) {
-  float sum = 0.0f;
-#pragma unroll
-  for (int w = 0; w <= NW; ++w) {
-    const float weight = s.weights[w][h], x = s.attend[w][h * (HD + 2) + word];
-    if (weight >= 0.0f) sum = add_rn(sum, mul_rn(x, weight));
-  }
-  return sum;
 }
 
 // Words of another CTA's partial result carry a tag, because not every CTA has a part in every step.
@@ -350,6 +340,7 @@ DEVICE void attention(const Params& p, Shared& s, Stream& stream, const Exchange
   const int warp = stream.warp;
   const Sharing sharing = sharing_of(role, warp);
   if (sharing.warps > 1 && stream.lane == 0) s.next_slot[warp] = stream.slot, s.next_parity[warp] = stream.parity;
+  mark_missing(s, role, sharing, has_new, warp, stream.lane);
   attention_inputs(p, s, exchange, role, job, raw, layer);
   sync_first(NT);
   MARK(4 * layer + 1, 2);
@@ -366,15 +357,21 @@ DEVICE void attention(const Params& p, Shared& s, Stream& stream, const Exchange
   if (has_new) attend_new(s, warp, stream.lane);
   sync_first(NT);
   MARK(4 * layer + 1, 3);
-  if (sharing.warps > 1 && share(role.last - role.first, warp) != share(role.last - role.first, warp + 1))
-    stream.release(), stream.release();  // its block's keys and values: the others have read them
-  weigh_warps(s, role, sharing, has_new);
+  weigh_warps(s);
   sync_first(NT);
   u32* out = exchange.at(layer, AT_ATTENTION) + (role.b * AW + role.kv_head * G * HD) / 2;
   u64* part = p.partials + ((long long)layer * gridDim.x + s.cta) * PARTIAL_WORDS;
   for (int i = threadIdx.x; i < G * HD; i += NT) {  // whole warps
     const int h = i / HD, d = i % HD;
-    const float o = weighted_sum(s, h, d), l = weighted_sum(s, h, HD + 1);
+    float o = 0.0f, l = 0.0f;
+#pragma unroll
+    for (int w = 0; w <= NW; ++w) {
+      const float weight = s.weights[w][h], *partial = s.attend[w] + h * (HD + 2);
+      if (weight >= 0.0f) {
+        o = add_rn(o, mul_rn(partial[d], weight));
+        l = add_rn(l, mul_rn(partial[HD + 1], weight));
+      }
+    }
     if (role.slots == 1) {
       const float mine = div_rn(o, l), next = shuffle_xor(mine, 1);
       if (d % 2 == 0) exchange.publish(out + i / 2, pack_bf16(mine, next));
@@ -383,6 +380,8 @@ DEVICE void attention(const Params& p, Shared& s, Stream& stream, const Exchange
       if (d < 2) store_tagged(part + h * (HD + 2) + HD + d, tag, d == 0 ? s.top[h] : l);
     }
   }
+  if (sharing.warps > 1 && share(role.last - role.first, warp) != share(role.last - role.first, warp + 1))
+    stream.release(), stream.release();  // its block's keys and values: the others have read them
   MARK(4 * layer + 1, 7);
   if (role.slots > 1) merge_ctas(p, s, exchange, role, out, layer, tag);
   if (has_new) fence_async_proxy();  // the cache's new row will be read by bulk copies in later steps

@@ -19,7 +19,7 @@ def url(tier: TinyTier, path: str) -> str:
     return str(client(tier).base_url).rstrip("/") + path
 
 
-@pytest.mark.parametrize("header", ["", "Bearer ", "Bearer wrong", "Basic x"])
+@pytest.mark.parametrize("header", ["", "Bearer", "Bearer wrong", "Basic x"])
 @pytest.mark.parametrize("path", ["/v1/info", "/metrics", "/v1/judgements/j1"])
 def test_no_call_without_the_runs_token(tier: TinyTier, path: str, header: str) -> None:
     answer = httpx.get(url(tier, path), headers={"Authorization": header})

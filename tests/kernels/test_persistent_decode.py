@@ -19,7 +19,9 @@ QWEN = DecodeShape(2, 136, 4, 2, 128, 264, 301, tied=False, qk_norm=True, eps=1e
 SMALL = Layout(warps=2, slots=3, part_floats=64)
 
 
-def make(shape: DecodeShape, past: list[int], layout: Layout, grid: int, min_blocks: int, directory=None) -> EmulatedDecode:
+def make(
+    shape: DecodeShape, past: list[int], layout: Layout, grid: int, min_blocks: int, directory=None
+) -> EmulatedDecode:
     """A decoder whose sequences have random pasts and NaNs after them."""
     decoder = EmulatedDecode(
         shape,

@@ -9,12 +9,14 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from threading import Thread
+from threading import Semaphore, Thread
 from typing import Any, Generic, TypeVar
 
 import pytest
 
 from e2e.stories.stage import Stage
+
+SIDE_BY_SIDE = 4  # stories at once: a run of one has some 2 GB in tiers and serving pods
 
 S = TypeVar("S")  # what a story's chapters are about
 
@@ -72,7 +74,8 @@ class Story(Generic[S]):
             assert self._given is not None, "a story without @story.given"
             scene = self._given(stage)
         except BaseException as err:
-            _break_off(chapters, err)
+            chapters[0].told.set_exception(err)
+            _break_off(chapters[1:], "the story broke off at its beginning")
             return
         for i, chapter in enumerate(chapters):
             started_s = time.monotonic()
@@ -80,16 +83,16 @@ class Story(Generic[S]):
                 chapter.tell(scene)
             except BaseException as err:
                 chapter.told.set_exception(err)
-                _break_off(chapters[i + 1 :], BrokenOffError(f"the story broke off at: {chapter.title}"))
+                _break_off(chapters[i + 1 :], f"the story broke off at: {chapter.title}")
                 return
             finally:
                 chapter.took_s = time.monotonic() - started_s
             chapter.told.set_result(None)
 
 
-def _break_off(chapters: Iterable[Chapter[Any]], why: BaseException) -> None:
+def _break_off(chapters: Iterable[Chapter[Any]], why: str) -> None:
     for chapter in chapters:
-        chapter.told.set_exception(why)
+        chapter.told.set_exception(BrokenOffError(why))
 
 
 class Telling:
@@ -111,12 +114,16 @@ class Telling:
         return [story for story, _ in self._wanted.values()]
 
     def wait(self, story: Story[Any], chapter: Chapter[Any]) -> None:
-        chapter.told.result()
+        try:
+            chapter.told.result()
+        except BrokenOffError as err:
+            pytest.fail(str(err), pytrace=False)
 
     def _tell_all(self) -> None:
         for act in sorted({story.act for story in self.stories}):
+            slots = Semaphore(SIDE_BY_SIDE)
             threads = [
-                Thread(target=story.tell, args=(self._stage, wanted), daemon=True)
+                Thread(target=self._tell, args=(story, wanted, slots), daemon=True)
                 for story, wanted in self._wanted.values()
                 if story.act == act
             ]
@@ -124,3 +131,7 @@ class Telling:
                 thread.start()
             for thread in threads:
                 thread.join()
+
+    def _tell(self, story: Story[Any], wanted: set[int], slots: Semaphore) -> None:
+        with slots:
+            story.tell(self._stage, wanted)

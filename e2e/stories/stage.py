@@ -167,9 +167,9 @@ def stage() -> Iterator[Stage]:
     """
     debian.install()
     toolchain.build()
-    cluster = Cluster(CLUSTER_NAME)
     keep = KEEP in os.environ
-    if keep and CLUSTER_NAME in running():
+    cluster = Cluster(f"{CLUSTER_NAME}-kept" if keep else CLUSTER_NAME)
+    if keep and str(cluster.name) in running():
         made = _staged(cluster.attach(), {})
         with made.at_end:
             yield made

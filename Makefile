@@ -61,8 +61,8 @@ test-apiserver: setup-cluster ## the operator on a real etcd and API server, bro
 	$(PYTEST) tests/kube tests/shell tests/operator
 
 .PHONY: e2e
-e2e: setup-cluster ## the local cluster and the story Aborts on it (as root)
-	$(PYTEST) e2e/cluster e2e/stories/test_aborts.py -m "not full" --timeout 1500
+e2e: setup-cluster ## the local cluster: pods, claims, faults (as root); the stories are in e2e-full
+	$(PYTEST) e2e/cluster -m "not full" --timeout 1500
 
 .PHONY: e2e-full
 e2e-full: setup-cluster ## every story, those too that do not fit CI's time

@@ -5,6 +5,7 @@ import asyncio
 import itertools
 import json
 import subprocess
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -33,7 +34,22 @@ def plane() -> Iterator[Any]:
         running.kubectl("create", "namespace", SYSTEM)
         running.kubectl("apply", "-f", "-", stdin=rendered_chart("crds", "rbac"))
         running.kubectl("wait", "--for=condition=Established", "crd", "--all")
+        _wait_served(running, "inferencedeployments", "recompilationruns")
         yield running
+
+
+def _wait_served(plane: Any, *resources: str, deadline_s: float = 30.0) -> None:
+    """Established comes before the storage is ready: until then a list is answered 429."""
+    until = time.monotonic() + deadline_s
+    for resource in resources:
+        while True:
+            try:
+                plane.get(f"/apis/tkcc.dev/v1alpha1/{resource}")
+                break
+            except OSError:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.2)
 
 
 def rendered_chart(*templates: str) -> str:

@@ -7,7 +7,9 @@ group several commands.
 import argparse
 import importlib
 import pkgutil
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 from typing import cast
 
@@ -68,6 +70,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
+    if threading.current_thread() is threading.main_thread():
+        # Asked to end: clean up as after ^C. A command that does more (drain, say) puts its own handler in place.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return int(args.run(args))
     except CommandError as err:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
+from tkcc.engine.tier.sandbox import die_with_parent
 from tkcc.worker.job import TierAddress
 from tkcc.worker.tiers import TierGoneError
 
@@ -39,7 +40,7 @@ class _Child:
         self.process = subprocess.Popen(
             [*command, "--port", "0", "--token-file", str(token_file)],
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            start_new_session=True, env=os.environ,
+            start_new_session=True, env=os.environ, preexec_fn=die_with_parent,
         )  # fmt: skip
         self._readers = [
             threading.Thread(target=_read, args=(self.process.stdout, self.lines.put), daemon=True),

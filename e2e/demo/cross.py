@@ -71,8 +71,8 @@ async def measure(
     ratios = []
     async with _slow_tier(model_dir, spec) as tier:
         for workload, traffic in traffics.items():
-            await _call(tier, "PUT", "/v1/workload", {"workload": traffic.workload, "recording": traffic.recording})
-            await _call(tier, "PUT", "/v1/incumbent", {})
+            body = {"workload": traffic.workload, "recording": traffic.recording}
+            await _call(tier, "PUT", "/v1/workload", body)  # against the baseline
             for artifact, candidate in candidates.items():
                 report = await _estimate(tier, candidate)
                 low, mid, high = (math.exp(x) for x in (report.log_gain_low, report.log_gain, report.log_gain_high))

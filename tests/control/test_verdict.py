@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tkcc.api.observation import RequestSample
 from tkcc.api.report import Verdict
-from tkcc.api.spec import AnalysisSpec
+from tkcc.api.spec import AnalysisSpec, Dtype
 from tkcc.api.status import MetricAnalysis
 from tkcc.control.observed import ProbeSeen
 from tkcc.control.simulation import START
@@ -147,6 +147,13 @@ def test_probes(case, probes, is_wrong):
     assert (failure is not None) is is_wrong, case
     if failure:
         assert failure.reason == "CorrectnessRegressed"
+
+
+def test_a_near_tie_is_wider_where_rounding_is_coarser():
+    ties = [probe(prompt=p, match=False, idx=9, gap=0.4) for p in ("p1", "p2", "p3")]
+    assert judge_probes(ties, ("c",), START, Dtype.FLOAT32)
+    assert not judge_probes(ties, ("c",), START, Dtype.BFLOAT16)
+    assert judge_probes([probe(match=False, idx=9, gap=2.0)], ("c",), START, Dtype.BFLOAT16)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import httpx
 import pytest
 
 from tests.verify.tiny import TinyTier, changed, recording, workload
+from tkcc.api.candidate import Candidate
 from tkcc.api.codec import to_dict
 from tkcc.api.report import AlphaTicket, Outcome
 
@@ -63,6 +64,26 @@ def test_an_empty_recording_is_refused(tier: TinyTier) -> None:
     empty = {**to_dict(recording()), "requests": []}
     answer = client(tier).put("/v1/workload", json={"workload": to_dict(workload()), "recording": empty})
     assert answer.status_code == 400 and "no requests" in answer.json()["error"]
+
+
+def test_a_workload_comes_with_its_incumbent(tier: TinyTier) -> None:
+    """One calibration for both; the baseline revision where none is named."""
+    other = changed("    pass  # the one in service")
+    body = {"workload": to_dict(workload()), "recording": to_dict(recording())}
+    for incumbent in (other, None):
+        with_it = body | ({"incumbent": to_dict(incumbent)} if incumbent else {})
+        assert client(tier).put("/v1/workload", json=with_it).json()["steps"] > 0
+        tier.tier._await_state({"READY"}, 120)
+        info = client(tier).get("/v1/info").json()
+        assert info["incumbentDigest"] == (incumbent.digest if incumbent else info["baselineDigest"])
+
+
+def test_an_incumbent_that_does_not_build_is_told(tier: TinyTier) -> None:
+    body = {"workload": to_dict(workload()), "recording": to_dict(recording())}
+    answer = client(tier).put("/v1/workload", json=body | {"incumbent": to_dict(Candidate("def build(:", {}))})
+    assert answer.status_code == 422 and "does not build" in answer.json()["error"]
+    assert client(tier).put("/v1/workload", json=body).status_code == 200  # it can go on
+    tier.tier._await_state({"READY"}, 120)
 
 
 def test_info_names_what_verdicts_rest_on(tier: TinyTier) -> None:

@@ -252,7 +252,7 @@ def _broken(turn: Turn, rollout: RolloutStatus) -> Failure | None:
     if failure is not None:
         return failure
     pods = cohorts(turn.seen, rollout.artifact, rollout.started_at).loaded
-    return judge_probes(turn.seen.probes, pods, rollout.started_at)
+    return judge_probes(turn.seen.probes, pods, rollout.started_at, turn.spec.engine.dtype)
 
 
 def _at_step(turn: Turn, status: Status, idx: int) -> Status:

@@ -63,10 +63,9 @@ class Tier:
             raise TierGoneError(f"the {self.name} tier lost its state {self._setups} times")
         self._setups += 1
         self._await_state({"WAITING", "CALIBRATING", "READY"}, START_S)
-        body = {"workload": to_dict(self.setup.workload), "recording": to_dict(self.setup.recording)}
-        self._call("PUT", "/v1/workload", body)
-        if self.setup.incumbent is not None:
-            self._call("PUT", "/v1/incumbent", to_dict(self.setup.incumbent))
+        setup = self.setup
+        body = {"workload": to_dict(setup.workload), "recording": to_dict(setup.recording)}
+        self._call("PUT", "/v1/workload", body | ({"incumbent": to_dict(setup.incumbent)} if setup.incumbent else {}))
         self._await_state({"READY"}, CALIBRATION_S)
         self.info = self._call("GET", "/v1/info")
 

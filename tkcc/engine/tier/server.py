@@ -75,7 +75,8 @@ async def _put_workload(request: web.Request) -> web.Response:
     body = await _json_object(request)
     workload = from_dict(Workload, _need(body, "workload"))
     recording = from_dict(Recording, _need(body, "recording"))
-    await supervisor.put_workload(workload, recording)
+    incumbent = from_dict(Candidate, body["incumbent"]) if body.get("incumbent") else None
+    await supervisor.put_workload(workload, recording, incumbent)
     return web.json_response({"cells": supervisor.describe_cells(), "steps": supervisor.num_steps})
 
 

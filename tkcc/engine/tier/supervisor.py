@@ -45,6 +45,7 @@ class Supervisor:
         self.state = "STARTING"  # WAITING for a workload, CALIBRATING, READY, FAILED
         self.failure = ""
         self._incumbent: Build | None = None
+        self._wanted: Candidate  # what is to be the incumbent, built or not yet
         self._workload: dict[str, Any] | None = None
         self._runners: dict[int, Runner] = {}
         self._queue: asyncio.Queue[Judgement] = asyncio.Queue(config.limits.queue)
@@ -100,7 +101,7 @@ class Supervisor:
         self._full_layers = message.body["full_layers"]
         self._weights = Layout.from_dict(message.body["weights"])
         self._norms = Layout.from_dict(message.body["norms"])
-        self.baseline = from_dict(Candidate, message.body["baseline"])
+        self.baseline = self._wanted = from_dict(Candidate, message.body["baseline"])
         self.info["modelDigest"] = message.body["model_digest"]
         self.info["baselineDigest"] = self.baseline.digest
 
@@ -187,8 +188,9 @@ class Supervisor:
         ]
         return "\n".join(lines) + "\n"
 
-    async def put_workload(self, workload: Workload, recording: Recording) -> None:
-        """Turn recorded requests into steps and cells, and calibrate the judge on them. Raises TierError."""
+    async def put_workload(self, workload: Workload, recording: Recording, incumbent: Candidate | None = None) -> None:
+        """Turn recorded requests into steps and cells, and calibrate the judge on them, with the forward pass that
+        candidates must beat (None: the baseline revision). Raises TierError."""
         if not recording.requests:
             raise TierError("the recording has no requests", 400)
         if self._current is not None or not self._queue.empty():
@@ -196,6 +198,8 @@ class Supervisor:
         self._workload = {"workload": to_dict(workload), "recording": to_dict(recording)}
         self._workload_known = asyncio.get_running_loop().create_future()
         self.builds.clear()
+        self._incumbent = None
+        self._wanted = incumbent or self.baseline
         self.state = "CALIBRATING"
         self._idle.clear()
         self._link.send({"op": "workload", **self._workload})
@@ -210,8 +214,8 @@ class Supervisor:
         await self._idle.wait()
         build = await self.submit(wanted)
         if build.state != "BUILT":
-            raise TierError(f"the incumbent {wanted.digest[:16]} does not build: {build.state}: {build.reason}", 422)
-        self._incumbent = build
+            raise TierError(_unbuilt(build), 422)
+        self._wanted, self._incumbent = wanted, build
         self.state = "CALIBRATING"
         self._idle.clear()
         self._link.send({"op": "incumbent", "digest": wanted.digest})
@@ -364,10 +368,12 @@ class Supervisor:
         }
         step = geometry.step_layout(model["vocab_size"], self.config.dtype)
         await self.pool.configure(RunnerKind(spec, geometry, layout, step))
-        wanted = self._incumbent.candidate if self._incumbent else self.baseline
+        wanted = self._wanted
         build = await self.submit(wanted)
         if build.state != "BUILT":
-            self.state, self.failure = "FAILED", f"the incumbent does not build: {build.reason}"
+            self.state, self.failure = "FAILED", _unbuilt(build)
+            if self._workload_known is not None and not self._workload_known.done():
+                self._workload_known.set_exception(TierError(self.failure, 422))
             return
         self._incumbent = build
         if self._workload_known is not None and not self._workload_known.done():
@@ -405,6 +411,10 @@ class Supervisor:
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _unbuilt(build: Build) -> str:
+    return f"the incumbent {build.candidate.digest[:16]} does not build: {build.state}: {build.reason}"
 
 
 def say(text: str) -> None:

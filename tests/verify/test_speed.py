@@ -11,7 +11,7 @@ from tkcc.models.forward import Cell, KVCache
 from tkcc.verify import roofline, speed
 from tkcc.verify.cells import TimedCell
 from tkcc.verify.executor import StepResult, slots_of
-from tkcc.verify.speed import Agreement, Pairing, SpeedTest, Timing, WrongOutputError
+from tkcc.verify.speed import CELL_REGRESS_LIMIT, Agreement, Pairing, SpeedTest, Timing, WrongOutputError
 from tkcc.verify.trial import is_sized
 
 STEP = StepBatch(StepKind.DECODE, (StepRequest((3,), 9, (5, 6)), StepRequest((4,), 4, (5,))))
@@ -78,6 +78,22 @@ def test_a_cell_that_regresses_is_not_paid_for_by_another() -> None:
     decision, timing = measure(Machine({1: 0.01, 2: 0.02}), Machine({1: 0.011, 2: 0.01}), test)
     cell, log_gain = timing.worst_cell()
     assert decision == "regressed" and cell.cell.cell.batch == 1 and log_gain == pytest.approx(math.log(10 / 11))
+
+
+def test_a_cell_that_scatters_is_not_taken_for_a_regress() -> None:
+    test = SpeedTest(alpha=0.05, min_gain=0.005, max_pairs=8)
+    rng = random.Random(3)
+    timing = Timing.of(CELLS)
+    for _ in range(8):
+        test.update(2.0, 1.0)
+        timing.pairs.append((2.0, 1.0))
+        for times, incumbent_s in zip(timing.cells, (1.0, 2.0), strict=True):
+            times.incumbent_s.append(incumbent_s)
+        timing.cells[0].candidate_s.append(1.02 * rng.uniform(0.9, 1.1))
+        timing.cells[1].candidate_s.append(1.0)
+    assert timing.worst_cell()[1] < -CELL_REGRESS_LIMIT and test.decision(timing) == "faster"
+    timing.cells[0].candidate_s = [1.02] * 8
+    assert test.decision(timing) == "regressed"
 
 
 def test_the_unit_is_the_workloads_time_not_a_mean_of_cells() -> None:

@@ -227,9 +227,9 @@ class Judge:
         if alarm:
             return replace(report, outcome=Outcome.QUARANTINED, reason=alarm)
         if decision == "regressed":
-            cell, log_gain = timing.worst_cell()
+            cell, at_most = timing.surest_regress()
             name = f"{cell.cell.cell.phase} batch {cell.cell.cell.batch} context {cell.cell.cell.context_tokens}"
-            reason = f"{gain} overall, but {name} is {100 * math.expm1(log_gain):.1f} %; at most -1 % is allowed"
+            reason = f"{gain} overall, but {name} is {100 * math.expm1(at_most):.1f} % at best; -1 % is allowed"
             return replace(report, outcome=Outcome.REGRESSED, reason=reason)
         if decision == "futile":
             reason = f"{gain} in {report.pairs} pairs, e-value {report.e_value:.3g} < {1 / ticket.alpha:.3g}"

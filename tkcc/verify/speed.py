@@ -22,7 +22,8 @@ from tkcc.verify.executor import Executor, kv_at, slots_of
 MIN_UNIT_S = 0.005  # shorter steps are repeated within a unit: a clock call and a wake-up cost some 50 us
 MAX_REPEATS = 16
 FUTILITY_ALPHA = 0.05
-CELL_REGRESS_LIMIT = 0.01
+CELL_REGRESS_LIMIT = 0.01  # log-gain
+CELL_REGRESS_SIGMAS = 1.645  # one-sided 95 %: so sure a cell must be to be worse than that
 AGREEMENT_FACTOR = 4.0  # two right results may be this times as far apart as a result may be from the truth
 TWIN_FACTOR = 8.0  # ... or this times as far as two orders of the baseline's sums were seen to be
 
@@ -39,6 +40,14 @@ class CellTimes:
 
     def pairs(self) -> list[tuple[float, float]]:
         return list(zip(self.incumbent_s, self.candidate_s, strict=True))
+
+    @property
+    def best_log_gain(self) -> float:
+        """What its log-gain may be at most, given how much its pairs scatter."""
+        logs = [math.log(a / b) for a, b in self.pairs()]
+        centre = median(logs)
+        sigma = 1.4826 * median([abs(x - centre) for x in logs])
+        return centre + CELL_REGRESS_SIGMAS * 1.2533 * sigma / math.sqrt(len(logs))  # of a median of n
 
 
 @dataclass(slots=True)
@@ -59,6 +68,10 @@ class Timing:
         """The cell with the smallest median log-gain."""
         gains = [(times, log_gain(times.pairs())) for times in self.cells]
         return min(gains, key=lambda g: g[1])
+
+    def surest_regress(self) -> tuple[CellTimes, float]:
+        """The cell whose log-gain may be the least at most, and that bound."""
+        return min(((times, times.best_log_gain) for times in self.cells), key=lambda g: g[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,11 +217,15 @@ class SpeedTest:
     def decision(self, timing: Timing) -> str:
         """ "faster", "regressed", "futile", or "" while pairs are still wanted.
 
-        A cell below the regress limit holds an accept back: more pairs show whether it was noise.
+        A cell below the regress limit holds an accept back until the last pair shows whether it was noise: a cell
+        that the candidate leaves alone falls below it by chance as often as its times scatter by more than that.
         """
         is_last = len(timing.pairs) >= self.max_pairs
         if self.process.accepts(self.alpha):
-            if timing.worst_cell()[1] >= -CELL_REGRESS_LIMIT:
+            _, found = timing.worst_cell()
+            if found >= -CELL_REGRESS_LIMIT:
                 return "faster"
-            return "regressed" if is_last else ""
+            if not is_last:
+                return ""
+            return "regressed" if timing.surest_regress()[1] < -CELL_REGRESS_LIMIT else "faster"
         return "futile" if is_last or self.process.is_futile(FUTILITY_ALPHA) else ""

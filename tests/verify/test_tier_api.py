@@ -93,6 +93,20 @@ def test_info_names_what_verdicts_rest_on(tier: TinyTier) -> None:
     assert sum(cell["weightRatio"] for cell in info["cells"]) == pytest.approx(1.0)
 
 
+def test_who_asks_for_the_compiler_finds_it_imported(tier: TinyTier) -> None:
+    """It takes seconds: not paid for by runners, nor by candidates that do without."""
+    body = """
+    def prepare(self, kv):  # torch.compile, say
+        import sys
+        assert ("torch._inductor.compile_fx" in sys.modules) is WANTED
+        self.inner.prepare(kv)
+"""
+    without = body.replace("torch.compile", "nothing").replace("WANTED", "False")
+    for source in (without, body.replace("WANTED", "True")):
+        report = tier.judge(changed(source), pairs=2)
+        assert report.correctness is not None and report.correctness.passed, report.reason
+
+
 def test_metrics_are_prometheus_text(tier: TinyTier) -> None:
     from prometheus_client.parser import text_string_to_metric_families
 

@@ -32,7 +32,8 @@ from tkcc.verify.workload import Plan, make_plan
 
 REFERENCE_SHARE_S = {"fast": 1.5, "slow": 6.0}  # what the reference may take per challenge set
 MIN_CHALLENGE_TOKENS, MAX_CHALLENGE_TOKENS = 400, 6000
-CHALLENGES_AHEAD = 2
+# Made while there is nothing to do. The slow tier judges seldom, and may share its core with the fast one.
+CHALLENGES_AHEAD = {"fast": 2, "slow": 1}
 MAX_POSITIONS = 8192  # longer requests are cut: a tier's memory is bounded
 AA_PAIRS = 8
 FIRST_STEP_S = 30.0  # a step's deadline before anything was measured
@@ -98,6 +99,7 @@ class Judge:
         """How far the outputs of timed steps may be apart: these have their own inputs, so their own errors."""
         kv = max(limit / scale for limit, scale in zip(limits.kv_l, limits.kv_scale_l, strict=True))
         allowed = Agreement(limits.logits.max / limits.logit_scale, kv).times(speed.AGREEMENT_FACTOR)
+        allowed = allowed.wider(Agreement.floor(self.model.dtype))
         model, plan = self.model, self._need_plan()
         twin = Local(
             model.config,
@@ -184,7 +186,7 @@ class Judge:
 
     @property
     def has_room(self) -> bool:
-        return self.contest is not None and len(self.challenges) < CHALLENGES_AHEAD
+        return self.contest is not None and len(self.challenges) < CHALLENGES_AHEAD[self.tier]
 
     def take_ahead(self, wait: bool) -> bool:
         """Take over a set begun by `work_ahead`. Until it is done, nothing else here may run. True if none is left."""

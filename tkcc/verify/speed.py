@@ -28,6 +28,11 @@ AGREEMENT_FACTOR = 4.0  # two right results may be this times as far apart as a 
 TWIN_FACTOR = 8.0  # ... or this times as far as two orders of the baseline's sums were seen to be
 
 
+# Below this, two results never count as different: what a calibration of a few steps has not seen is no fault. Work
+# left out, or done in the next lower precision, is an order of magnitude above it.
+AGREEMENT_FLOOR = {torch.float32: 5e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
+
+
 class WrongOutputError(Exception):
     """A timed step's output is not what the incumbent computed on the same inputs."""
 
@@ -83,6 +88,10 @@ class Agreement:
 
     def wider(self, other: "Agreement") -> "Agreement":
         return Agreement(max(self.logits_ratio, other.logits_ratio), max(self.kv_ratio, other.kv_ratio))
+
+    @staticmethod
+    def floor(dtype: torch.dtype) -> "Agreement":
+        return Agreement(AGREEMENT_FLOOR[dtype], AGREEMENT_FLOOR[dtype])
 
     def times(self, factor: float) -> "Agreement":
         return Agreement(factor * self.logits_ratio, factor * self.kv_ratio)

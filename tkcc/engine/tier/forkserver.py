@@ -22,13 +22,8 @@ from tkcc.engine.tier.runner import main as runner_main
 from tkcc.engine.tier.sandbox import Limits, Profile
 
 # What candidates import: loaded before the fork, so that no runner pays for it.
-_PRELOAD = (
-    "ctypes",
-    "tkcc.engine.artifact",
-    "tkcc.kernels.native",
-    "tkcc.models.llama",
-    "torch._inductor.compile_fx",
-)
+_PRELOAD = ("ctypes", "tkcc.engine.artifact", "tkcc.kernels.native", "tkcc.models.llama")
+_COMPILER = "torch._inductor.compile_fx"  # three times as long as torch itself: on request
 
 
 def preload(num_threads: int) -> None:
@@ -43,6 +38,11 @@ def preload(num_threads: int) -> None:
         torch.nn.functional.scaled_dot_product_attention(q, q, q)
     if num_threads == 1:
         torch.set_num_interop_threads(1)
+    _settle()
+
+
+def _settle() -> None:
+    """Fit to be forked?"""
     threads = len(os.listdir("/proc/self/task"))
     if threads != 1:
         raise RuntimeError(f"the forkserver has {threads} threads: a fork would be unsafe")
@@ -63,6 +63,11 @@ def serve(sock: socket.socket) -> None:
                     message = channel.receive(sock)
                 except channel.ChannelClosedError:
                     return
+                if message.op == "compiler":
+                    __import__(_COMPILER)
+                    _settle()
+                    channel.send(sock, {"op": "compiler"})
+                    continue
                 pid = _fork(message, sock)
                 pidfd = os.pidfd_open(pid)
                 for fd in message.fds:

@@ -27,6 +27,7 @@ from tkcc.engine.tier.sandbox import Limits, Profile
 
 FORKSERVER_START_S = 300.0  # importing torch takes seconds, on a starved core minutes
 FORK_S = 20.0
+COMPILER_S = 200.0  # importing torch's compiler takes some 8 s on a core of its own
 EXIT_S = 10.0
 EXIT_REPORT_S = 1.0
 WATCH_INTERVAL_S = 0.25
@@ -94,6 +95,8 @@ class Pool:
         self._spares: deque[Runner] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
         self._ready = asyncio.Event()
+        self._busy = asyncio.Lock()  # the forkserver imports, or is to be asked for something
+        self._compiler = asyncio.Event()
         self.num_kills = 0
 
     # --- the forkserver ---
@@ -113,6 +116,8 @@ class Pool:
         match message.op:
             case "ready":
                 self._ready.set()
+            case "compiler":
+                self._compiler.set()
             case "forked":
                 self._waiting.pop(message.body["id"]).set_result(message)
             case "exited":
@@ -130,6 +135,7 @@ class Pool:
             runner.killed_for = runner.killed_for or "the forkserver ended"
             runner.exited.set()
         self._ready.set()
+        self._compiler.set()
 
     @property
     def is_up(self) -> bool:
@@ -158,6 +164,19 @@ class Pool:
     @property
     def num_spares(self) -> int:
         return len(self._spares)
+
+    async def load_compiler(self) -> None:
+        """Have runners come with torch's compiler imported from now on. Raises PoolError."""
+        async with self._busy:
+            if self._compiler.is_set():
+                return
+            try:
+                self._link.send({"op": "compiler"})
+                await asyncio.wait_for(self._compiler.wait(), COMPILER_S)
+            except (channel.ChannelClosedError, TimeoutError) as err:
+                raise PoolError("the forkserver does not answer") from err
+        self._generation += 1  # spares without it are of no use
+        self._refill()
 
     async def take(self) -> Runner:
         """A fresh runner, from the spares if there is one. Raises PoolError."""
@@ -236,8 +255,9 @@ class Pool:
             "cwd": str(scratch),
         }
         try:
-            self._link.send(body, [theirs.fileno(), step_fd, kv_fd, self._weights_fd, log_write_fd])
-            message = await asyncio.wait_for(future, FORK_S)
+            async with self._busy:
+                self._link.send(body, [theirs.fileno(), step_fd, kv_fd, self._weights_fd, log_write_fd])
+                message = await asyncio.wait_for(future, FORK_S)
         except (channel.ChannelClosedError, TimeoutError) as err:
             raise PoolError("the forkserver does not answer") from err
         finally:

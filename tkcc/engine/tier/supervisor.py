@@ -235,6 +235,8 @@ class Supervisor:
             if known is not None:
                 return known
             try:
+                if triage.wants_compiler(candidate):
+                    await self.pool.load_compiler()
                 build = await build_candidate(self.pool, self.config, candidate, kind.step, self._norms_fd)
             except PoolError as err:
                 raise TierError(str(err), 503) from err

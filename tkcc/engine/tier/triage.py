@@ -31,6 +31,11 @@ def refusal(candidate: Candidate) -> str:
     return ""
 
 
+def wants_compiler(candidate: Candidate) -> bool:
+    """Will it use torch's compiler? A guess: a wrong one costs time, nothing else."""
+    return "torch.compile" in candidate.source and candidate.params.get("compile") is not False
+
+
 def _binds(tree: ast.Module, name: str) -> bool:
     """Does the module's top level define, assign or import `name`?"""
     for node in tree.body:

@@ -36,7 +36,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m e2e.demo", description=__doc__)
     parser.add_argument("--clean", action="store_true", help="remove the demo's cluster and its report")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # asked to end: clean up as after ^C
+    for number in (signal.SIGINT, signal.SIGTERM):  # asked to end: clean up (a shell's background job ignores SIGINT)
+        signal.signal(number, signal.default_int_handler)
     if os.geteuid() != 0 and not os.environ.get(grounds.KUBECONFIG_VARIABLE):
         print(NO_ROOT, file=sys.stderr)
         return 1

@@ -70,7 +70,7 @@ def make_bench(config: ModelConfig) -> Bench:
         correctness.run(Local(config, w, torch.float32, GEOMETRY, 1), made, 5, 1.0).errors
         for w in (full, permuted(full, config, 1))
     ]
-    limits = errors.limits(errors.worse(*runs), *correctness.scales(made), torch.float32)
+    limits = errors.limits(errors.worst(runs), *correctness.scales(made), torch.float32)
     return Bench(config, weights, made, limits)
 
 

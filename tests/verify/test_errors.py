@@ -53,7 +53,7 @@ def test_one_bad_position_spoils_every_quantile(bad: float) -> None:
 
 def test_the_worse_of_two_runs_counts_quantile_by_quantile() -> None:
     a, b = found(median=1.0, p99=2.0, kv=(5.0, 1.0)), found(median=0.5, p99=3.0, kv=(1.0, 6.0))
-    worse = errors.worse(a, b)
+    worse = errors.worst([a, b])
     assert (worse.logits.median, worse.logits.p99, worse.kv_l) == (1.0, 3.0, (5.0, 6.0))
 
 

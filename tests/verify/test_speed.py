@@ -10,6 +10,7 @@ from tkcc.engine.step import StepBatch, StepKind, StepRequest
 from tkcc.models.forward import Cell, KVCache
 from tkcc.verify import roofline, speed
 from tkcc.verify.cells import TimedCell
+from tkcc.verify.contexts import Content
 from tkcc.verify.executor import StepResult, slots_of
 from tkcc.verify.speed import CELL_REGRESS_LIMIT, Agreement, Pairing, SpeedTest, Timing, WrongOutputError
 from tkcc.verify.trial import is_sized
@@ -20,6 +21,8 @@ CELLS = (
     TimedCell(Cell("decode", 1, 1, 10, 0.5), 10.0, (StepBatch(StepKind.DECODE, STEP.requests[:1]),)),
 )
 TIGHT = Agreement(1e-3, 1e-3)
+# Two sequences of two blocks; block i of sequence s holds 10 s + i + 1.
+CONTENT = Content(*(torch.tensor([1.0, 2.0, 11.0, 12.0])[None, :, None, None, None].repeat(1, 1, 1, 8, 4),) * 2, 2)
 
 
 class Machine:
@@ -45,7 +48,7 @@ class Machine:
 
 def measure(a: Machine, b: Machine, test: SpeedTest, pairs: int = 100) -> tuple[str, Timing]:
     timing = Timing.of(CELLS)
-    pairing = Pairing(a, b, timing, TIGHT, 100, 1)
+    pairing = Pairing(a, b, timing, TIGHT, CONTENT, 100, 1)
     decision = ""
     while not decision and len(timing.pairs) < pairs:
         test.update(*pairing.run_pair(lambda i: 1.0))
@@ -116,9 +119,22 @@ def test_both_sides_get_the_same_fresh_inputs_in_random_order() -> None:
     assert all(step.requests[0].blocks[0] == step.requests[1].blocks[0] for step in shared)
 
 
+def test_what_a_step_attends_to_is_real_and_in_order() -> None:
+    """Whatever earlier steps wrote: before each step, block i of a context is block i of a sequence, on both sides."""
+
+    class Looking(Machine):
+        def step(self, step: StepBatch, *args: object, **kwargs: object) -> StepResult:
+            for r in step.requests:
+                held = [float(self.kv.k_lnksd[0, block, 0, 0, 0]) for block in r.blocks]
+                assert [value % 10 for value in held] == [float(i + 1) for i in range(len(r.blocks))]
+            return super().step(step, 0.0)
+
+    measure(Looking({1: 0.01, 2: 0.01}), Looking({1: 0.01, 2: 0.01}), SpeedTest(0.001, 0.0, 40))
+
+
 def test_short_steps_are_repeated_within_a_unit() -> None:
     a, b = Machine({1: 0.0005, 2: 0.1}), Machine({1: 0.0005, 2: 0.1})
-    pairing = Pairing(a, b, Timing.of(CELLS), TIGHT, 100, 1)
+    pairing = Pairing(a, b, Timing.of(CELLS), TIGHT, CONTENT, 100, 1)
     pairing.warm_up(1.0)
     assert pairing.repeats == [1, 10]
 

@@ -2,11 +2,12 @@
 
 Limits are made from the baseline revision's own errors against the reference, never from the last promoted one's, or
 errors would compound; plus a floor, because an fp32 baseline may have an error near zero and any reordered sum would
-fail. How a sum rounds is chance, and so is the tail of its errors: the baseline is measured in two orders of its sums,
-and the worse of both counts.
+fail. How a sum rounds is chance, and so is the tail of its errors: the baseline is measured in several orders of its
+sums, over several challenge sets, and the worst counts.
 """
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -60,10 +61,22 @@ def rms(x: Tensor) -> float:
     return float(x.double().square().mean().sqrt())
 
 
-def worse(a: Errors, b: Errors) -> Errors:
-    """Quantile by quantile the larger of two runs of one challenge set."""
-    logits = Spread(*(max(getattr(a.logits, q), getattr(b.logits, q)) for q in ("median", "p99", "max")))
-    return Errors(logits, a.positions, tuple(max(pair) for pair in zip(a.kv_l, b.kv_l, strict=True)))
+def scaled(found: Errors, logit_factor: float, kv_factor_l: Sequence[float]) -> Errors:
+    """Errors of one challenge set in the scale of another, or of none."""
+    logits = found.logits
+    return Errors(
+        Spread(logits.median * logit_factor, logits.p99 * logit_factor, logits.max * logit_factor),
+        found.positions,
+        tuple(error * factor for error, factor in zip(found.kv_l, kv_factor_l, strict=True)),
+    )
+
+
+def worst(runs: Iterable[Errors]) -> Errors:
+    """Quantile by quantile, and layer by layer, the largest of some runs in one scale."""
+    known = list(runs)
+    logits = Spread(*(max(getattr(run.logits, q) for run in known) for q in ("median", "p99", "max")))
+    kv_l = tuple(max(errors) for errors in zip(*(run.kv_l for run in known), strict=True))
+    return Errors(logits, known[-1].positions, kv_l)
 
 
 def limits(baseline: Errors, logit_scale: float, kv_scale_l: tuple[float, ...], dtype: torch.dtype) -> Limits:

@@ -18,22 +18,22 @@ import torch
 
 from tkcc.api.report import AlphaTicket, CellReport, Outcome, Report
 from tkcc.api.workload import Recording
-from tkcc.models.forward import KVCache
 from tkcc.stats.eprocess import bootstrap_log_ratio, median
-from tkcc.verify import challenge, correctness, cost, errors, reference, roofline, speed
+from tkcc.verify import challenge, contexts, correctness, cost, errors, reference, roofline, speed
 from tkcc.verify.challenge import ChallengeSet
-from tkcc.verify.errors import Limits
+from tkcc.verify.errors import Errors, Limits
 from tkcc.verify.executor import Local, kv_at, slots_of
 from tkcc.verify.link import SupervisorError, SupervisorLink
 from tkcc.verify.model import TierModel, permuted
 from tkcc.verify.speed import Agreement, SpeedTest, Timing
 from tkcc.verify.trial import ReadyChallenge, RefusalError, Runners, SpeedTrial, above_roofline, blame, try_correctness
-from tkcc.verify.workload import Plan, make_plan
+from tkcc.verify.workload import CHUNK_TOKENS, Plan, make_plan
 
 REFERENCE_SHARE_S = {"fast": 1.5, "slow": 6.0}  # what the reference may take per challenge set
 MIN_CHALLENGE_TOKENS, MAX_CHALLENGE_TOKENS = 400, 6000
 # Made while there is nothing to do. The slow tier judges seldom, and may share its core with the fast one.
 CHALLENGES_AHEAD = {"fast": 2, "slow": 1}
+BASELINE_RUNS = 4  # of the newest: the worst of ever more would grow for ever
 MAX_POSITIONS = 8192  # longer requests are cut: a tier's memory is bounded
 AA_PAIRS = 8
 FIRST_STEP_S = 30.0  # a step's deadline before anything was measured
@@ -57,6 +57,7 @@ class Judge:
         self.plan: Plan | None = None
         self.contest: Contest | None = None
         self.challenges: deque[ReadyChallenge] = deque()
+        self.baseline_errors: deque[Errors] = deque(maxlen=BASELINE_RUNS)  # in units of what is compared
         self._idle = ThreadPoolExecutor(1, initializer=_yield_to_all)  # priorities are a thread's
         self._ahead: Future[ReadyChallenge] | None = None
 
@@ -73,6 +74,7 @@ class Judge:
         self.plan = make_plan(model.config, recording, max_positions, cost_s, tokens, secrets.randbits(62))
         self.baseline = Local(model.config, model.everything, model.dtype, self.plan.geometry, model.threads)
         self.twin_permutation = secrets.randbits(62)
+        self.baseline_errors.clear()
         self._prove_reordering_passes()
         return self.plan
 
@@ -86,13 +88,12 @@ class Judge:
 
     def _prove_reordering_passes(self) -> None:
         """Limits that refuse a right build would refuse every candidate."""
-        ready = self._make_challenge()
+        ready = self._make_challenge(None, self.twin_permutation)
         run = self._run_baseline(ready.set, permutation=secrets.randbits(62))
         failure = errors.failure(run.errors, ready.limits)
         if failure:
             raise RefusalError(Outcome.QUARANTINED, f"a reordered but equal build fails the limits: {failure}")
-        pages, kv = list(run.pages), self.baseline.kv
-        self.content = KVCache(kv.k_lnksd[:, pages], kv.v_lnksd[:, pages])
+        self.challenges.append(ready)  # nobody has seen it
         self.agreement = self._agreement(ready.limits)
 
     def _agreement(self, limits: Limits) -> Agreement:
@@ -109,11 +110,14 @@ class Judge:
             model.threads,
         )
         self.baseline.use(model.everything)
-        both = (self.baseline, twin)
-        speed.copy_kv(self.content, both, secrets.randbits(62))
-        rng = random.Random(secrets.randbits(62))
+        steps = [step for cell in plan.cells for step in cell.steps]
+        self.content = contexts.make_content(
+            self.baseline, steps, model.config.vocab_size, CHUNK_TOKENS, secrets.randbits(62)
+        )
+        rng, both = random.Random(secrets.randbits(62)), (self.baseline, twin)
+        contents = contexts.Contexts(self.content, both, rng)
         for cell in plan.cells:
-            step = speed.fresh(rng.choice(cell.steps), both, model.config.vocab_size, rng)
+            step = contents.fresh(rng.choice(cell.steps), model.config.vocab_size)
             slots = slots_of(step, plan.geometry.block_tokens)
             a, b = ((one.step(step, 0.0).logits_bv, *kv_at(one.kv, slots)) for one in both)
             allowed = allowed.wider(speed.apart(a, b).times(speed.TWIN_FACTOR))
@@ -160,15 +164,23 @@ class Judge:
     # --- challenges ---
 
     @torch.inference_mode()  # it is a thread's, too
-    def _make_challenge(self) -> ReadyChallenge:
+    def _make_challenge(self, *permutations: int | None) -> ReadyChallenge:
+        """A set, and limits from the baseline's errors on it, in these orders of its sums (None: its own), and on the
+        sets before it."""
         model, plan = self.model, self._need_plan()
         made = challenge.make(
             model.config, model.weights, model.norms, model.dtype, plan.challenge, secrets.randbits(62)
         )
-        runs = [self._run_baseline(made, None), self._run_baseline(made, self.twin_permutation)]
+        runs = [self._run_baseline(made, permutation) for permutation in permutations]
         logit_scale, kv_scales = correctness.scales(made)
-        limits = errors.limits(errors.worse(runs[0].errors, runs[1].errors), logit_scale, kv_scales, model.dtype)
-        return ReadyChallenge(made, limits, max(runs[0].step_s))
+        per_scale = [1 / scale for scale in kv_scales]
+        self.baseline_errors.extend(errors.scaled(run.errors, 1 / logit_scale, per_scale) for run in runs)
+        known = errors.scaled(errors.worst(self.baseline_errors), logit_scale, kv_scales)
+        limits = errors.limits(known, logit_scale, kv_scales, model.dtype)
+        return ReadyChallenge(made, limits, max(s for run in runs for s in run.step_s))
+
+    def _make_another(self) -> ReadyChallenge:
+        return self._make_challenge(secrets.randbits(62))
 
     def _run_baseline(self, made: ChallengeSet, permutation: int | None) -> correctness.ChallengeRun:
         """In this process, with the set's norm weights; with a permutation, its sums run in another order."""
@@ -182,7 +194,7 @@ class Judge:
     def work_ahead(self) -> None:
         """Begin a challenge set if there is room for one, in a thread that everything else on this core goes before."""
         if self._ahead is None and self.has_room:
-            self._ahead = self._idle.submit(self._make_challenge)
+            self._ahead = self._idle.submit(self._make_another)
 
     @property
     def has_room(self) -> bool:
@@ -209,7 +221,7 @@ class Judge:
         try:
             if stage != "estimate":
                 self._progress(0, "CORRECTNESS")
-                ready = self.challenges.popleft() if self.challenges else self._make_challenge()
+                ready = self.challenges.popleft() if self.challenges else self._make_another()
                 found = try_correctness(contest.trial.runners, digest, ready, phases)
                 report = replace(report, correctness=found, phases_s=phases, reload_s=sum(phases.values()))
                 if not found.passed:

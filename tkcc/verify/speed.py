@@ -12,17 +12,17 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tkcc.engine.step import StepBatch, StepRequest
-from tkcc.models.forward import KVCache
 from tkcc.stats.eprocess import Interval, SignEProcess, bootstrap_log_ratio, median
 from tkcc.verify import errors
 from tkcc.verify.cells import TimedCell
+from tkcc.verify.contexts import Content, Contexts
 from tkcc.verify.executor import Executor, kv_at, slots_of
 
 MIN_UNIT_S = 0.005  # shorter steps are repeated within a unit: a clock call and a wake-up cost some 50 us
 MAX_REPEATS = 16
 FUTILITY_ALPHA = 0.05
 CELL_REGRESS_LIMIT = 0.01  # log-gain
+CELL_HOLD_PAIRS = 12  # for which a cell that looks worse holds an accept back
 CELL_REGRESS_SIGMAS = 1.645  # one-sided 95 %: so sure a cell must be to be worse than that
 AGREEMENT_FACTOR = 4.0  # two right results may be this times as far apart as a result may be from the truth
 TWIN_FACTOR = 8.0  # ... or this times as far as two orders of the baseline's sums were seen to be
@@ -98,7 +98,7 @@ class Agreement:
 
 
 class Pairing:
-    """Two executors with equal KV caches, and the fresh inputs that both are given."""
+    """Two executors, and the fresh inputs that both are given."""
 
     def __init__(
         self,
@@ -106,6 +106,7 @@ class Pairing:
         candidate: Executor,
         timing: Timing,
         agreement: Agreement,
+        content: Content,
         vocab_size: int,
         seed: int,
     ) -> None:
@@ -113,6 +114,7 @@ class Pairing:
         self.agreement, self.vocab_size = agreement, vocab_size
         self.timing = timing
         self.rng = random.Random(seed)
+        self.contexts = Contexts(content, (incumbent, candidate), self.rng)
         self.block_tokens = incumbent.kv.k_lnksd.shape[3]
         self.repeats = [1] * len(timing.cells)
 
@@ -137,7 +139,7 @@ class Pairing:
     def _unit(self, cell: TimedCell, repeats: int, timeout_s: float) -> tuple[float, float]:
         """Mean seconds of a step on each; the same steps, one runner after the other, in random order."""
         both = (self.incumbent, self.candidate)
-        steps = [fresh(self.rng.choice(cell.steps), both, self.vocab_size, self.rng) for _ in range(repeats)]
+        steps = [self.contexts.fresh(self.rng.choice(cell.steps), self.vocab_size) for _ in range(repeats)]
         outputs, times = {}, {}
         order = [0, 1]
         self.rng.shuffle(order)
@@ -172,40 +174,6 @@ def apart(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> Agreement:
     return Agreement(ratios[0], kv)
 
 
-def fresh(step: StepBatch, executors: Sequence[Executor], vocab_size: int, rng: random.Random) -> StepBatch:
-    """The step with other tokens in other blocks; blocks that requests share stay shared.
-
-    One of the blocks gets other content, so that nothing remembered about a block stays true.
-    """
-    num_blocks = executors[0].kv.k_lnksd.shape[1]
-    used = sorted({block for r in step.requests for block in r.blocks})
-    where = dict(zip(used, rng.sample(range(1, num_blocks), len(used)), strict=True))
-    changed, source = rng.choice(list(where.values())), rng.randrange(1, num_blocks)
-    for executor in executors:
-        executor.kv.k_lnksd[:, changed] = executor.kv.k_lnksd[:, source]
-        executor.kv.v_lnksd[:, changed] = executor.kv.v_lnksd[:, source]
-    requests = tuple(
-        StepRequest(
-            tokens=tuple(rng.randrange(vocab_size) for _ in r.tokens),
-            start=r.start,
-            blocks=tuple(where[block] for block in r.blocks),
-        )
-        for r in step.requests
-    )
-    return StepBatch(step.kind, requests)
-
-
-def copy_kv(content: KVCache, executors: Sequence[Executor], seed: int) -> None:
-    """The same plausible content in every block of each executor's cache: blocks of `content`, drawn at random."""
-    num_blocks = executors[0].kv.k_lnksd.shape[1]
-    rng = torch.Generator().manual_seed(seed)
-    chosen_n = torch.randint(0, content.k_lnksd.shape[1], (num_blocks,), generator=rng)
-    for executor in executors:
-        for layer in range(content.k_lnksd.shape[0]):  # by layer: the gathered copy stays small
-            executor.kv.k_lnksd[layer] = content.k_lnksd[layer][chosen_n]
-            executor.kv.v_lnksd[layer] = content.v_lnksd[layer][chosen_n]
-
-
 def log_gain(pairs: Sequence[tuple[float, float]]) -> float:
     return median([math.log(a / b) for a, b in pairs])
 
@@ -218,6 +186,7 @@ class SpeedTest:
     min_gain: float
     max_pairs: int
     process: SignEProcess = field(default_factory=SignEProcess)
+    accepted_at: int = 0  # pairs, once the e-process accepts
 
     def update(self, incumbent_s: float, candidate_s: float) -> None:
         """A win must be worth `min_gain`; a tie is a loss."""
@@ -226,15 +195,17 @@ class SpeedTest:
     def decision(self, timing: Timing) -> str:
         """ "faster", "regressed", "futile", or "" while pairs are still wanted.
 
-        A cell below the regress limit holds an accept back until the last pair shows whether it was noise: a cell
-        that the candidate leaves alone falls below it by chance as often as its times scatter by more than that.
+        A cell below the regress limit holds an accept back for some pairs, which show whether it was noise: a cell that
+        the candidate leaves alone falls below the limit by chance as often as its times scatter by more than that.
         """
-        is_last = len(timing.pairs) >= self.max_pairs
+        pairs = len(timing.pairs)
+        is_last = pairs >= self.max_pairs
         if self.process.accepts(self.alpha):
+            self.accepted_at = self.accepted_at or pairs
             _, found = timing.worst_cell()
             if found >= -CELL_REGRESS_LIMIT:
                 return "faster"
-            if not is_last:
+            if not is_last and pairs < self.accepted_at + CELL_HOLD_PAIRS:
                 return ""
             return "regressed" if timing.surest_regress()[1] < -CELL_REGRESS_LIMIT else "faster"
         return "futile" if is_last or self.process.is_futile(FUTILITY_ALPHA) else ""

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from tkcc.api.report import AlphaTicket, Correctness, Outcome
 from tkcc.engine.tier.arena import Geometry
 from tkcc.engine.tier.holder import write_sealed
-from tkcc.models.forward import KVCache
-from tkcc.verify import challenge, correctness, errors, roofline, speed
+from tkcc.verify import challenge, correctness, errors, roofline
 from tkcc.verify.cells import TimedCell
 from tkcc.verify.challenge import ChallengeSet
+from tkcc.verify.contexts import Content
 from tkcc.verify.errors import Limits
 from tkcc.verify.executor import CandidateError, RemoteRunner, RunnerGoneError, RunnerLateError
 from tkcc.verify.link import SupervisorLink
@@ -149,7 +149,7 @@ class SpeedTrial:
     """Paired timing of one candidate, over as many fresh pairs of runners as it takes."""
 
     runners: Runners
-    content: KVCache  # real keys and values: what timed steps attend to
+    content: Content  # what timed steps attend to
     cells: Sequence[TimedCell]
     agreement: Agreement
     step_s: Sequence[float]  # the incumbent's, by cell: deadlines are made of it
@@ -179,9 +179,8 @@ class SpeedTrial:
         return decision, test, timing
 
     def pair(self, a: RemoteRunner, b: RemoteRunner, timing: Timing) -> Pairing:
-        speed.copy_kv(self.content, [a, b], secrets.randbits(62))
         vocab = self.runners.model.config.vocab_size
-        pairing = Pairing(a, b, timing, self.agreement, vocab, secrets.randbits(62))
+        pairing = Pairing(a, b, timing, self.agreement, self.content, vocab, secrets.randbits(62))
         pairing.warm_up(STEP_FACTOR * max(self.step_s) + STEP_FLOOR_S)
         return pairing
 

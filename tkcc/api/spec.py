@@ -175,6 +175,9 @@ class BudgetSpec:
         description="A run ends by then, with what it has.",
         json_schema_extra=cel(("duration(self) >= duration('1s')", "budget.maxDuration must be 1s or more")),
     )
+    max_candidates: int = Field(
+        default=1000, ge=1, le=100_000, description="What a run proposes at most; the best of it is decided on."
+    )
 
 
 @dataclass(frozen=True, config=BORDER)

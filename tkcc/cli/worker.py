@@ -52,7 +52,11 @@ def run(args: argparse.Namespace) -> int:
     incumbent = _incumbent(order.get("incumbentDir", ""))
     proposer = _proposer(order, args.seed)
     duration_s = spec.budget.max_duration.total_seconds()
-    budget = Budget(duration_s=duration_s, min_gain=spec.acceptance.min_gain_milli / 1000)
+    budget = Budget(
+        duration_s=duration_s,
+        max_candidates=spec.budget.max_candidates,
+        min_gain=spec.acceptance.min_gain_milli / 1000,
+    )
     work = job.Work(workload, _recording(args.run_dir, workload), incumbent, budget, args.seed)
     try:
         sink = ClusterSink(name)

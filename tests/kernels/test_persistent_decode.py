@@ -7,10 +7,11 @@ import torch
 from emulator import EmulatedDecode
 from torch import Tensor
 
-from tkcc.kernels.decode_plan import Layout
+from tkcc.kernels.decode_plan import MAX_SLOTS, Layout
 from tkcc.kernels.decode_reference import ReferenceDecode, random_weights
 from tkcc.kernels.decode_shape import DecodeShape
 from tkcc.kernels.decode_twin import DecodeTwin
+from tkcc.kernels.persistent_decode import slot_words
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator is built with g++")
 
@@ -47,20 +48,20 @@ def make(
 
 
 def last_exchange(decoder: EmulatedDecode) -> dict[str, list[Tensor]]:
-    """What the last step's stages handed on, from the kernel's own buffer: as `StageOutputs`."""
+    """What the last step's stages handed on, from the kernel's own buffer: as `StageOutputs`, without attention."""
     s, batch = decoder.shape, decoder.batch
     parity = (int(decoder._counters[32]) - 1) & 1
     words, at = decoder.exchange[parity], 0
     read: dict[str, list[Tensor]] = {"qkv": [], "attention": [], "mid": [], "hidden": [], "out": []}
-    halves = {"attention": s.attention_width, "hidden": s.ffn}
+    slots = batch * s.num_kv_heads * MAX_SLOTS * slot_words(s)
+    counts = {"qkv": batch * s.qkv_rows, "attention": slots, "hidden": batch * s.ffn // 2}
     for _ in range(s.num_layers):
         for name, values in read.items():
-            width = {"qkv": s.qkv_rows}.get(name, s.hidden)
-            count = batch * halves[name] // 2 if name in halves else batch * width
+            count = counts.get(name, batch * s.hidden)
             part = words[at : at + count]
-            typed = part.view(torch.bfloat16) if name in halves else part.view(torch.float32)
-            values.append(typed.view(batch, -1))
+            values.append(part.view(torch.bfloat16 if name == "hidden" else torch.float32).view(batch, -1))
             at += -(-count // 32) * 32
+    del read["attention"]  # in slots, and not merged yet
     return read
 
 

@@ -18,9 +18,10 @@ from tkcc.kernels.decode_twin import DecodeTwin
 from tkcc.kernels.persistent_decode import PersistentDecode
 
 
-def make(shape: DecodeShape, past: Sequence[int], room: int) -> PersistentDecode:
+def make(shape: DecodeShape, past: Sequence[int], room: int, options: tuple[str, ...] = ()) -> PersistentDecode:
     """A decoder with random pasts, NaNs after them and in the outputs."""
-    decoder = PersistentDecode(shape, random_weights(shape, 1, "cuda"), batch=len(past), kv_capacity=max(past) + room)
+    weights = random_weights(shape, 1, "cuda")
+    decoder = PersistentDecode(shape, weights, batch=len(past), kv_capacity=max(past) + room, options=options)
     for cache in (decoder.keys, decoder.values):
         cache.normal_()
     restart(decoder, past)
@@ -128,9 +129,9 @@ def batches(shape: DecodeShape) -> None:
         print(f"batch {batch} at {past}: {'bit-equal' if same else 'DIFFERENT'}", flush=True)
 
 
-def tiny(shape: DecodeShape) -> None:
+def tiny(shape: DecodeShape, options: tuple[str, ...]) -> None:
     """Two layers at contexts 16 and 300, two steps each."""
-    decoder = make(shape, [300], 64)
+    decoder = make(shape, [300], 64, options)
     decoder.max_spins = 1 << 30
     out = torch.zeros(2, 1, dtype=torch.int32, device="cuda")
     for context in (16, 300):
@@ -147,8 +148,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", choices=sorted(SHAPES), default="llama-3.2-1b")
     parser.add_argument("--contexts", type=json.loads, default=[16, 512, 2048, 8192, 32768])
     parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--tensor-copies", action="store_true", help="of tiny: copies that racecheck can follow")
     args = parser.parse_args(argv)
     shape = SHAPES[args.model]
+    options = ("-DTKCC_TENSOR_COPIES",) if args.tensor_copies else ()
     two_layers = replace(shape, num_layers=2)
     for check in args.checks:
         with torch.no_grad():
@@ -165,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                     print(name, end=": ")
                     against_twin(replace(other, num_layers=2), 100, 3)
             if check == "tiny":
-                tiny(replace(two_layers, vocab=4096))
+                tiny(replace(two_layers, vocab=4096), options)
 
 
 if __name__ == "__main__":

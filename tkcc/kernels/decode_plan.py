@@ -15,6 +15,7 @@ from tkcc.kernels.decode_shape import DecodeShape
 
 UNIT_ROWS, UNIT_COLS = 4, 512  # what one warp multiplies at a time
 UNIT_BYTES = 2 * UNIT_ROWS * UNIT_COLS
+MAX_SLOTS = 16  # CTAs that one KV head's attention is split over, at most
 SMEM_BYTES = 232_448  # most that one CTA may have on compute capability 9.0
 
 
@@ -29,11 +30,11 @@ class Layout:
     def smem_bytes(self, shape: DecodeShape, batch: int) -> int:
         """Bytes of `struct Shared` in cuda/shape.cu, to within its alignment."""
         group = shape.num_heads // shape.num_kv_heads
-        padded = -(-shape.hidden // UNIT_COLS) * UNIT_COLS
+        padded = -(-max(shape.hidden, shape.attention_width) // UNIT_COLS) * UNIT_COLS
         scratch = (self.warps + 1) * group * (shape.head_dim + 2) * 4
-        fixed = 8 * self.part_floats + 2 * batch * padded + scratch + 2 * (group + 2) * shape.head_dim
-        fixed += 4 * batch * shape.head_dim + 8 * self.warps * batch
-        fixed += 4 * shape.num_layers * self.warps + 4 * (self.warps + 2) * group + 168 * self.warps + 640
+        fixed = 8 * self.part_floats + 2 * batch * padded + scratch + 4 * (group + 2) * shape.head_dim
+        fixed += 4 * batch * shape.head_dim + 12 * self.warps * batch + 4 * batch
+        fixed += 4 * shape.num_layers * self.warps + 4 * batch + 200 * self.warps + 640
         return fixed + self.warps * self.slots * (UNIT_BYTES + 16)
 
 
@@ -213,6 +214,6 @@ def attention_splits(shape: DecodeShape, positions: list[int], grid: int, min_bl
     splits = []
     for count in blocks:
         slots = 1 + (count * (grid - len(positions) * shape.num_kv_heads) // total if total else 0)
-        slots = max(1, min(slots, -(-count // min_blocks)))
+        slots = max(1, min(slots, -(-count // min_blocks), MAX_SLOTS))
         splits.append([(count * i // slots, count * (i + 1) // slots) for i in range(slots)])
     return splits

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tkcc.kernels.decode_plan import UNIT_COLS, UNIT_ROWS, attention_splits, block_positions, stage_sizes
+from tkcc.kernels.decode_plan import MAX_SLOTS, UNIT_COLS, UNIT_ROWS, attention_splits, block_positions, stage_sizes
 from tkcc.kernels.persistent_decode import PersistentDecode, score_scale, to_float32
 
 NO_SCORE = -3.0e38
@@ -45,12 +45,6 @@ def ordered_sum(parts: Tensor, dim: int) -> Tensor:
     for part in rest:
         total = total + part
     return total
-
-
-def _lane_sum(values: Tensor) -> Tensor:
-    """Sum over the last dim as a warp does: lane i takes i, i + 32, ..., then the lanes' tree."""
-    padded = torch.nn.functional.pad(values, (0, -values.shape[-1] % 32))
-    return tree_sum(ordered_sum(padded.unflatten(-1, (-1, 32)), -2))
 
 
 def true_divide(a: Tensor, b: float) -> Tensor:
@@ -108,21 +102,22 @@ class DecodeTwin:
         residual = self.decoder.embed[tokens_b.long()].float()
         for layer in range(self.shape.num_layers):
             units = self._units[4 * layer : 4 * layer + 4]
-            stages.qkv.append(multiply(units[0], self._normalise(residual, norms[2 * layer])))
+            stages.qkv.append(self._normalised_product(units[0], residual, norms[2 * layer]))
             stages.attention.append(self._attention(stages.qkv[-1], layer, positions))
             residual = residual + multiply(units[1], stages.attention[-1])
             stages.mid.append(residual)
-            rows = multiply(units[2], self._normalise(residual, norms[2 * layer + 1]))
+            rows = self._normalised_product(units[2], residual, norms[2 * layer + 1])
             pairs = rows.view(rows.shape[0], -1, 2, 2)  # [B, group, gate or up, 2]
             gate, up = pairs[:, :, 0], pairs[:, :, 1]
             silu = gate / (1.0 + exp2_exact(gate * -_LOG2_E))
             stages.hidden.append((silu * up).bfloat16().flatten(1))
             residual = residual + multiply(units[3], stages.hidden[-1])
             stages.out.append(residual)
-        logits = multiply(self._units[-1], self._normalise(residual, norms[-1]))
+        logits = self._normalised_product(self._units[-1], residual, norms[-1])
         return logits[:, : self.shape.vocab], stages
 
-    def _normalise(self, residual_bd: Tensor, norm_d: Tensor) -> Tensor:
+    def _normalised_product(self, units: Tensor, residual_bd: Tensor, norm_d: Tensor) -> Tensor:
+        """[B, rows]: the matrix times the RMS norm; the norm's divisor is applied to the product."""
         threads = 32 * self.decoder.layout.warps
         batch, hidden = residual_bd.shape
         rounds = -(-hidden // (threads * 4))
@@ -131,11 +126,11 @@ class DecodeTwin:
         squares = (padded * padded).view(batch, rounds, threads, 4).transpose(1, 2).reshape(batch, threads, -1)
         total = ordered_sum(tree_sum(ordered_sum(squares, 2).view(batch, -1, 32)), 1)
         rstd = self._rstd(total, hidden)
-        return (residual_bd * rstd[:, None] * norm_d.float()).bfloat16()
+        return multiply(units, (residual_bd * norm_d.float()).bfloat16()) * rstd[:, None]
 
     def _rstd(self, squares: Tensor, count: int) -> Tensor:
         mean = true_divide(squares, float(count)) + to_float32(self.shape.eps)
-        return torch.ones_like(mean) / torch.sqrt(mean)
+        return torch.ones_like(mean) / mean.double().sqrt().float()  # torch's float32 sqrt on a CPU is 1 ulp off at times
 
     def _attention(self, qkv: Tensor, layer: int, positions: list[int]) -> Tensor:
         s, d = self.shape, self.decoder
@@ -196,12 +191,12 @@ class DecodeTwin:
             here = there[:, w].to(m.device)
             l = torch.where(here, l + parts_l[..., w] * weights[..., w], l)
             o = torch.where(here[:, None], o + parts_o[..., w, :] * weights[..., w, None], o)
-        if len(split) > 1:
-            weights = exp2_exact(m - m.amax(2, keepdim=True))
-            l, o = _lane_sum(l * weights), _lane_sum((o * weights[..., None]).transpose(2, 3))
-        else:
-            l, o = l[:, :, 0], o[:, :, 0]
-        return (o / l[..., None]).bfloat16()
+        attended = (o / l[..., None]).bfloat16().float()  # [K, G, S, D]: what each CTA publishes, with m and l
+        weights = exp2_exact(m - m.amax(2, keepdim=True)) * l
+        lanes = dim // 8  # that share a head where these are merged; a lane weighs several slots
+        padded = torch.nn.functional.pad(weights, (0, MAX_SLOTS - len(split))).unflatten(-1, (-1, lanes))
+        weights = weights / tree_sum(ordered_sum(padded, 2))[..., None]
+        return ordered_sum(attended * weights[..., None], 2).bfloat16()
 
     def _attend_tasks(
         self, q_kgd: Tensor, keys_ktd: Tensor, values_ktd: Tensor, past: int, tasks: list[tuple[int, int, int, int]]

@@ -67,6 +67,29 @@ class Kernel:
         _driver(launched)
 
 
+def tensor_map(tensor: torch.Tensor, columns: int, box_rows: int) -> bytes:
+    """The 128 bytes that describe a contiguous bf16 tensor as rows of `columns`, copied `box_rows` rows at a time."""
+    from cuda.bindings import driver
+
+    assert tensor.is_contiguous() and tensor.dtype == torch.bfloat16 and tensor.numel() % columns == 0
+    encoded = _driver(
+        driver.cuTensorMapEncodeTiled(
+            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+            2,
+            tensor.data_ptr(),
+            [driver.cuuint64_t(columns), driver.cuuint64_t(tensor.numel() // columns)],
+            [driver.cuuint64_t(2 * columns)],
+            [driver.cuuint32_t(columns), driver.cuuint32_t(box_rows)],
+            [driver.cuuint32_t(1)] * 2,
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_NONE,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    )
+    return ctypes.string_at(encoded.getPtr(), 128)
+
+
 def load_kernel(source: str, name: str, smem_bytes: int, options: tuple[str, ...] = ()) -> Kernel:
     """Compiles for the current device and loads. Raises CompileError; RuntimeError if the driver refuses."""
     from cuda.bindings import driver

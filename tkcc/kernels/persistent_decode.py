@@ -13,8 +13,10 @@ from torch import Tensor
 
 from tkcc.kernels import nvrtc
 from tkcc.kernels.decode_plan import (
+    UNIT_BYTES,
     UNIT_COLS,
     UNIT_ROWS,
+    MAX_SLOTS,
     Layout,
     block_positions,
     divide_row_groups,
@@ -29,7 +31,7 @@ FILES = ("ptx.cu", "shape.cu", "math.cu", "exchange.cu", "stream.cu", "gemv.cu",
 
 
 _POINTERS: tuple[str, ...] = ("weights", "runs", "run_parts", "work", "embed", "norms", "qk_norms", "rope", "keys", "values")
-_POINTERS += ("tokens", "positions", "out_tokens", "logits", "exchange", "partials", "best", "counters", "report", "trace")
+_POINTERS += ("tokens", "positions", "out_tokens", "logits", "exchange", "best", "counters", "report", "tensor_maps", "trace")
 
 
 class Params(ctypes.Structure):
@@ -76,14 +78,15 @@ def to_float32(value: float) -> float:
 
 def exchange_words(shape: DecodeShape, batch: int) -> int:
     """32-bit words of one parity of the exchange buffer."""
-    per_layer = (
-        batch * shape.qkv_rows,
-        batch * shape.attention_width // 2,
-        batch * shape.hidden,
-        batch * shape.ffn // 2,
-        batch * shape.hidden,
-    )
-    return shape.num_layers * sum(-(-words // 32) * 32 for words in per_layer)
+    widths = (shape.qkv_rows, shape.hidden, shape.ffn // 2, shape.hidden)
+    per_layer = sum(-(-batch * width // 32) * 32 for width in widths)
+    return shape.num_layers * (per_layer + batch * shape.num_kv_heads * MAX_SLOTS * slot_words(shape))
+
+
+def slot_words(shape: DecodeShape) -> int:
+    """32-bit words that one CTA's share of a KV head's attention takes: outputs, largest scores, sums."""
+    group = shape.num_heads // shape.num_kv_heads
+    return -(-(group * shape.head_dim // 2 + 2 * group) // 32) * 32
 
 
 def rope_table(shape: DecodeShape, positions: int, device: torch.device) -> Tensor:
@@ -151,13 +154,18 @@ class PersistentDecode:
         self.positions = torch.zeros(batch, dtype=torch.int32, device=self.device)
         self.logits = torch.zeros(batch, shape.vocab, dtype=torch.float32, device=self.device)
 
-        partial_words = shape.num_heads // shape.num_kv_heads * (shape.head_dim + 2)
         self.exchange = torch.full((2, exchange_words(shape, batch)), -1, dtype=torch.int32, device=self.device)
-        self._partials = torch.zeros(shape.num_layers, self.grid, partial_words, dtype=torch.int64, device=self.device)
         self._best = torch.zeros(2, self.grid, batch, dtype=torch.int64, device=self.device)
         self._counters = torch.zeros(64, dtype=torch.int32, device=self.device)
         self.report = torch.zeros(128, 4, dtype=torch.int32, pin_memory=self.device.type == "cuda")
-        self.trace = torch.zeros(self.grid, 4 * shape.num_layers + 1, 8, dtype=torch.int64, device=self.device)
+        self.trace = torch.zeros(0, dtype=torch.int64, device=self.device)
+        if "-DTKCC_TRACE" in options:  # events of each stage and warp; loads of each warp's stream; probes of L2
+            words = self.grid * (self.layout.warps * (16 * (4 * shape.num_layers + 1) + 1024) + 4096)
+            self.trace = torch.zeros(words, dtype=torch.int64, device=self.device)
+        self._tensor_maps = None
+        if "-DTKCC_TENSOR_COPIES" in options:
+            maps = [nvrtc.tensor_map(t, 256, UNIT_BYTES // 512) for t in (self.packed, self.keys, self.values)]
+            self._tensor_maps = torch.frombuffer(bytearray(b"".join(maps)), dtype=torch.uint8).to(self.device)
         self._kernel = self._load(options) if self.device.type == "cuda" else None
 
     def _load(self, options: tuple[str, ...]) -> nvrtc.Kernel:
@@ -188,10 +196,10 @@ class PersistentDecode:
             "out_tokens": out_tokens,
             "logits": self.logits if with_logits else None,
             "exchange": self.exchange,
-            "partials": self._partials,
             "best": self._best,
             "counters": self._counters,
             "report": self.report,
+            "tensor_maps": self._tensor_maps,
             "trace": self.trace,
         }
         addresses = {name: t.data_ptr() if t is not None else None for name, t in tensors.items()}

@@ -26,7 +26,11 @@ struct alignas(8) U2 { u32 x, y; };
 #define __global__
 #define __grid_constant__
 #define __launch_bounds__(...)
-#define MARK(index, event)
+#define TRACE_STAGE(stage)
+#define TRACE(event)
+#define TRACE_SUM(event, cycles)
+#define TRACE_WAIT(sign)
+#define TRACE_LOAD()
 #define SHARED_MEMORY(Type, name) Type& name = *reinterpret_cast<Type*>(emulator::current->cta->smem)
 using std::max;
 using std::min;
@@ -166,6 +170,14 @@ DEVICE int warp_max(int value) {
   for (int i = 1; i < 32; ++i) top = std::max(top, (int)w.values[side][i]);
   return top;
 }
+DEVICE float shuffle_from(float value, int lane) { return as_float((u32)emulator::exchange_lanes(as_bits(value), lane)); }
+DEVICE u32 warp_ballot(bool is) {
+  emulator::Warp& w = emulator::warp();
+  u32 side = w.generation & 1, bits = 0;
+  emulator::exchange_lanes(is, 0);
+  for (int i = 0; i < 32; ++i) bits |= (u32)w.values[side][i] << i;
+  return bits;
+}
 DEVICE void sync_warp() { emulator::Warp& w = emulator::warp(); emulator::meet(w.arrived, w.generation, 32); }
 DEVICE void sync_all() {
   emulator::Cta& c = *emulator::current->cta;
@@ -176,17 +188,18 @@ DEVICE void sync_first(int threads) {
   emulator::meet(c.arrived[1], c.generation[1], threads);
 }
 DEVICE U4 load_relaxed4(const u32* from) { U4 v; memcpy(&v, from, 16); return v; }
+DEVICE U2 load_relaxed2(const u32* from) { return U2{from[0], from[1]}; }
 DEVICE u32 load_relaxed(const u32* from) { return *from; }
 DEVICE u64 load_relaxed64(const u64* from) { return *from; }
 DEVICE void store_relaxed(u32* to, u32 value) { emulator::push_store(to, value, 4); }
+DEVICE void store_relaxed4(u32* to, const U4& v) {
+  for (int i = 0; i < 4; ++i) emulator::push_store(to + i, i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w, 4);
+}
 DEVICE void store_relaxed64(u64* to, u64 value) { emulator::push_store(to, value, 8); }
 DEVICE void add_release(u32* counter, u32 value) { emulator::flush_cta(); *counter += value; }
 DEVICE u32 load_acquire(const u32* from) { return *from; }
-struct U64x2 { u64 x, y; };
-DEVICE U64x2 load_relaxed64x2(const u64* from) { return U64x2{from[0], from[1]}; }
-DEVICE void set_flag(int* flag, int value) { *flag = value; }
-DEVICE int read_flag(const int* flag) { return *flag; }
 DEVICE void prefetch_l2(const void*) {}
+DEVICE void prefetch_l2_to_stay(const void*) {}
 DEVICE void fence_async_proxy() {}
 DEVICE void back_off(u32) {}
 template <int COUNT>
@@ -198,6 +211,7 @@ DEVICE void barrier_init(u64* barrier) { *barrier = 0; }
 DEVICE void barrier_init_done() {}
 DEVICE void barrier_arrive(u64* barrier) { *barrier ^= 1; }  // one arrival completes a phase
 DEVICE bool barrier_test(u64* barrier, u32 parity) { return (*barrier & 1) != parity; }
+DEVICE bool barrier_try(u64* barrier, u32 parity) { return barrier_test(barrier, parity); }
 DEVICE u64 evict_first_policy() { return 0; }
 DEVICE void bulk_load(void* to, const void* from, u32 bytes, u64* barrier) {
   emulator::check((*barrier >> 1) == 0, "a slot is refilled while its copy is in flight");

@@ -3,21 +3,9 @@
 
 DEVICE int sequence_of(int i, int rows) { return B == 1 ? 0 : i / rows; }
 
-template <int KIND>
-DEVICE Part part_of(const Params& p, int cta, int warp) {
-  const u32 work = p.work[KIND * gridDim.x + cta];
-  return Part{(int)(work & 0xffff), (int)(work >> 16), span_of<chunks_of(KIND)>((int)(work >> 16), warp)};
-}
-
-// Stages with more row groups than shared memory has sums for take several passes.
-template <int CHUNKS>
-DEVICE void next_pass(Stream& stream, Span& span, Rows& rows, int groups) {
-  if (groups <= 0) return;
-  span = span_of<CHUNKS>(groups, stream.warp);
-  if (span.first < span.end) rows.take(stream);
-}
-DEVICE void take_first(Stream& stream, const Part& part, Rows& rows) {
-  if (part.span.first < part.span.end) rows.take(stream);
+DEVICE Part part_of(const Params& p, int kind, int cta, int warp) {
+  const u32 work = p.work[kind * gridDim.x + cta];
+  return Part{(int)(work & 0xffff), (int)(work >> 16), span_of((int)(work >> 16), chunks_of(kind), warp)};
 }
 
 // What the rows of O and down are added to: another stage's words, or, if null, the embeddings of the step's tokens.
@@ -27,56 +15,38 @@ DEVICE float residual_of(const Params& p, const Shared& s, const u32* residual, 
   return residual ? as_float(load_relaxed(residual + b * D + d)) : from_bf16(p.embed[(long long)s.token[b] * D + d]);
 }
 
-// QKV, O and down: products, the residual added in whole floats (if ADDS), published as floats.
-template <int KIND, class Input>
-DEVICE void project(const Params& p, Shared& s, Stream& stream, const Exchange& exchange, const Part& part, Rows& rows, int& buffer,
-                    const Input& input, const u32* residual, u32* out, int mark) {
-  constexpr int CHUNKS = chunks_of(KIND), WIDTH = KIND == QKV_STAGE ? QKV : D;
-  constexpr bool ADDS = KIND != QKV_STAGE;
-  Span span = part.span;
-  for (int done = 0; done < part.groups; done += groups_per_pass(CHUNKS)) {
-    const int first_row = (part.first_group + done) * UNIT_ROWS, num_rows = span.groups * UNIT_ROWS, tid = threadIdx.x;
-    float early = 0.0f;  // this thread's residual, read off the critical path
-    if (ADDS && tid < num_rows * B) early = residual_of(p, s, residual, first_row, num_rows, tid);
-    float* sums = s.part[buffer ^= 1];
-    multiply(stream, span, rows, sums, input);
-    MARK(mark, 4);
-    sync_first(NT);
-    MARK(mark, 5);
+// The rows of one pass over a stage's row groups, whose chunk sums all warps of this CTA have left in shared memory.
+struct Pass {
+  const float* sums;
+  int groups, first_row, rows;
+};
+
+// QKV, O and down, published as floats: QKV divided by its norm, the others added to the residual in whole floats.
+template <int KIND>
+DEVICE void publish_rows(const Params& p, const Shared& s, const Exchange& exchange, const Pass& pass, const u32* residual, float early,
+                         u32* out) {
+  constexpr int WIDTH = KIND == QKV_STAGE ? QKV : D;
 #pragma unroll 1
-    for (int i = tid; i < num_rows * B; i += NT) {
-      int b = sequence_of(i, num_rows), row = i - b * num_rows;
-      float sum = row_sum<CHUNKS>(sums, span.groups, row, b);
-      if (ADDS) sum = add_rn(i == tid ? early : residual_of(p, s, residual, first_row, num_rows, i), sum);
-      exchange.publish(out + b * WIDTH + first_row + row, as_bits(sum));
-    }
-    next_pass<CHUNKS>(stream, span, rows, part.groups - done - groups_per_pass(CHUNKS));
+  for (int i = threadIdx.x; i < pass.rows * B; i += NT) {
+    const int b = sequence_of(i, pass.rows), row = i - b * pass.rows;
+    float sum = row_sum<chunks_of(KIND)>(pass.sums, pass.groups, row, b);
+    if (KIND == QKV_STAGE) sum = mul_rn(sum, s.rstd[b]);
+    else sum = add_rn(i == threadIdx.x ? early : residual_of(p, s, residual, pass.first_row, pass.rows, i), sum);
+    exchange.publish(out + b * WIDTH + pass.first_row + row, as_bits(sum));
   }
 }
 
 // silu(gate) * up. A group has two rows of each, and so a quad of lanes one word.
-template <class Input>
-DEVICE void gate_and_up(Shared& s, Stream& stream, const Exchange& exchange, const Params& p, const Part& part, Rows& rows, int& buffer,
-                        const Input& input, u32* out, int mark) {
-  Span span = part.span;
-  for (int done = 0; done < part.groups; done += groups_per_pass(ND)) {
-    const int num_rows = span.groups * UNIT_ROWS;
-    float* sums = s.part[buffer ^= 1];
-    multiply(stream, span, rows, sums, input);
-    MARK(mark, 4);
-    sync_first(NT);
-    MARK(mark, 5);
+DEVICE void publish_hidden(const Shared& s, const Exchange& exchange, const Pass& pass, u32* out) {
 #pragma unroll 1
-    for (int i = threadIdx.x; i < line_up(num_rows * B); i += NT) {  // whole warps
-      const int b = sequence_of(i, num_rows), row = i - b * num_rows;
-      const float sum = i < num_rows * B ? row_sum<ND>(sums, span.groups, row, b) : 0.0f, other = shuffle_xor(sum, 2);
-      const float gate = i & 2 ? other : sum, up = i & 2 ? sum : other;
-      const float silu = div_rn(gate, add_rn(1.0f, exp2_exact(mul_rn(gate, -0x1.7154760000000p+0f))));
-      const float hidden = mul_rn(silu, up), next = shuffle_xor(hidden, 1);
-      u32* word = out + b * (F / 2) + part.first_group + done + row / 4;
-      if (i % 4 == 0 && i < num_rows * B) exchange.publish(word, pack_bf16(hidden, next));
-    }
-    next_pass<ND>(stream, span, rows, part.groups - done - groups_per_pass(ND));
+  for (int i = threadIdx.x; i < line_up(pass.rows * B); i += NT) {  // whole warps
+    const int b = sequence_of(i, pass.rows), row = i - b * pass.rows;
+    const bool there = i < pass.rows * B;
+    const float sum = there ? mul_rn(row_sum<ND>(pass.sums, pass.groups, row, b), s.rstd[b]) : 0.0f, other = shuffle_xor(sum, 2);
+    const float gate = i & 2 ? other : sum, up = i & 2 ? sum : other;
+    const float silu = div_rn(gate, add_rn(1.0f, exp2_exact(mul_rn(gate, -0x1.7154760000000p+0f))));
+    const float hidden = mul_rn(silu, up), next = shuffle_xor(hidden, 1);
+    if (i % 4 == 0 && there) exchange.publish(out + b * (F / 2) + (pass.first_row + row) / 4, pack_bf16(hidden, next));
   }
 }
 
@@ -86,27 +56,18 @@ DEVICE u64 rank_of(float logit, u32 token) {
   bits = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
   return (u64)bits << 32 | (0xffffffffu - token);
 }
-template <class Input>
-DEVICE void head(const Params& p, Shared& s, Stream& stream, const Part& part, Rows& rows, int& buffer, const Input& input, float* logits,
-                 u64 (&best)[B]) {
-  Span span = part.span;
-  for (int done = 0; done < part.groups; done += groups_per_pass(ND)) {
-    float* sums = s.part[buffer ^= 1];
-    multiply(stream, span, rows, sums, input);
-    sync_first(NT);
+DEVICE void rank_logits(const Shared& s, const Pass& pass, float* logits, u64 (&best)[B]) {
 #pragma unroll 1
-    for (int row = threadIdx.x; row < span.groups * UNIT_ROWS; row += NT) {
-      const int token = (part.first_group + done) * UNIT_ROWS + row;
-      if (token >= V) continue;  // padding of the last group
+  for (int row = threadIdx.x; row < pass.rows; row += NT) {
+    const int token = pass.first_row + row;
+    if (token >= V) continue;  // padding of the last group
 #pragma unroll
-      for (int b = 0; b < B; ++b) {
-        float logit = row_sum<ND>(sums, span.groups, row, b);
-        if (logits) logits[(long long)b * V + token] = logit;
-        u64 rank = rank_of(logit, token);
-        best[b] = rank > best[b] ? rank : best[b];
-      }
+    for (int b = 0; b < B; ++b) {
+      const float logit = mul_rn(row_sum<ND>(pass.sums, pass.groups, row, b), s.rstd[b]);
+      if (logits) logits[(long long)b * V + token] = logit;
+      const u64 rank = rank_of(logit, token);
+      best[b] = rank > best[b] ? rank : best[b];
     }
-    next_pass<ND>(stream, span, rows, part.groups - done - groups_per_pass(ND));
   }
 }
 DEVICE u64 warp_best(u64 best) {
@@ -171,62 +132,92 @@ DEVICE void compute_steps(const Params& p, Shared& s, u32 steps_done) {
     const Exchange exchange{p.exchange + parity * PARITY_WORDS, parity ? -(long long)PARITY_WORDS : (long long)PARITY_WORDS,
                             p.max_spins, p.back_off_ns, p.report};
     if (tid == 0) {
-      s.role[step & 1] = attention_role(s.position, cta, gridDim.x, p.min_blocks);
-      set_flag(&s.role_step, step);
+      s.role[step & 1] = attention_role(s.position, cta, gridDim.x, p.min_blocks, s.slots);
+      barrier_arrive(&s.role_known);
     }
     sync_first(NT);
-    const Role role = s.role[step & 1];
+    const Role& role = s.role[step & 1];
     for (int i = tid; i < B * HD; i += NT) s.rope[i / HD][i % HD] = p.rope[(long long)s.position[i / HD] * HD + i % HD];
 
-    const InputJob job = input_job(p, s, role, warp);
-    const u16* norm = p.norms;
-    const u32* before = nullptr;  // what the layer starts from; null: the embeddings
-    u32* words = exchange.now;
-    const NormalisedInput normalised{s};
-    for (int layer = 0; layer < L; ++layer, norm += 2 * D, words += LAYER_WORDS) {
-      if (cta == 0 && tid < ceil_div(2 * D, 64)) prefetch_l2(norm + D + tid * 64);  // the two norms after this one
-      Rows rows;
-      MARK(4 * layer, 0);
-      take_first(stream, parts[QKV_STAGE], rows);
-      normalise<true>(p, s, exchange, before, norm, 100 + layer);
-      MARK(4 * layer, 1);
-      project<QKV_STAGE>(p, s, stream, exchange, parts[QKV_STAGE], rows, buffer, normalised, nullptr, words + AT_QKV, 4 * layer);
-      MARK(4 * layer, 6);
-
-      MARK(4 * layer + 1, 0);
-      attention(p, s, stream, exchange, role, job, words + AT_QKV, layer, tag);
-      MARK(4 * layer + 1, 1);
-      take_first(stream, parts[O_STAGE], rows);
-      const PolledInput<AW> attended{exchange, words + AT_ATTENTION, 200 + layer};
-      project<O_STAGE>(p, s, stream, exchange, parts[O_STAGE], rows, buffer, attended, before, words + AT_MID, 4 * layer + 1);
-      MARK(4 * layer + 1, 6);
-
-      MARK(4 * layer + 2, 0);
-      take_first(stream, parts[GATE_UP_STAGE], rows);
-      normalise<false>(p, s, exchange, words + AT_MID, norm + D, 300 + layer);
-      MARK(4 * layer + 2, 1);
-      gate_and_up(s, stream, exchange, p, parts[GATE_UP_STAGE], rows, buffer, normalised, words + AT_HIDDEN, 4 * layer + 2);
-      MARK(4 * layer + 2, 6);
-
-      MARK(4 * layer + 3, 0);
-      MARK(4 * layer + 3, 1);
-      take_first(stream, parts[DOWN_STAGE], rows);
-      const PolledInput<F> hidden{exchange, words + AT_HIDDEN, 400 + layer};
-      project<DOWN_STAGE>(p, s, stream, exchange, parts[DOWN_STAGE], rows, buffer, hidden, words + AT_MID, words + AT_OUT, 4 * layer + 3);
-      MARK(4 * layer + 3, 6);
-      before = words + AT_OUT;
-    }
-
+    if (lane == 0) s.jobs[warp] = input_job(p, s, role, warp);
+    sync_warp();
+    const u16* norm = p.norms;       // the next one to be applied
+    const u32* residual = nullptr;   // what O and down are added to; null: the embeddings
+    u32* words = exchange.now;       // of the layer
+    float* logits = step + 1 == p.num_steps ? p.logits : nullptr;
     u64 best[B];
 #pragma unroll
     for (int b = 0; b < B; ++b) best[b] = 0;
-    Rows rows;
-    MARK(4 * L, 0);
-    take_first(stream, parts[HEAD_STAGE], rows);
-    normalise<false>(p, s, exchange, before, norm, 500);
-    MARK(4 * L, 1);
-    head(p, s, stream, parts[HEAD_STAGE], rows, buffer, normalised, step + 1 == p.num_steps ? p.logits : nullptr, best);
-    MARK(4 * L, 6);
+
+    // One body for all stages: code that runs once a layer and is long does not stay in the instruction cache.
+    int layer = 0, kind = QKV_STAGE;
+#pragma unroll 1
+    while (true) {
+      TRACE_STAGE(4 * layer + kind % 4);
+      TRACE(0);
+      if (kind == O_STAGE) attention(p, s, stream, exchange, role, words + AT_QKV, layer);
+      TRACE(1);
+      const Part& part = parts[kind];
+      Span span = part.span;
+      Rows rows{};  // or the compiler keeps the last stage's
+      if (span.first < span.end) rows.take(stream);  // before the input is there: the sooner memory has room to load into
+      TRACE(7);
+#ifdef TKCC_TOUCH
+      if (kind == GATE_UP_STAGE && tid < 8) {
+        const u32* next = layer + 1 < L ? words + LAYER_WORDS : exchange.now + exchange.other;
+        const int which = tid / 2, per = which == GATE_UP_STAGE ? 1 : 4;
+        const Part& of = parts[which];
+        const u32* at = which == QKV_STAGE ? next + AT_QKV : which == O_STAGE ? next + AT_MID : which == GATE_UP_STAGE ? words + AT_HIDDEN : words + AT_OUT;
+        prefetch_l2_to_stay(at + of.first_group * per + (tid & 1 ? of.groups * per - 1 : 0));
+      }
+#endif
+      Input input{s, exchange, nullptr, 100 * (kind + 1) + layer};
+      if (kind == O_STAGE) {
+        gather_attended(s, exchange, words + AT_ATTENTION, input.where);
+      } else if (kind == DOWN_STAGE) {
+        input.hidden = words + AT_HIDDEN;
+      } else {
+        normalise(p, s, stream, exchange, residual, norm, input);
+        norm += D;
+        if (cta == 0 && tid < ceil_div(2 * D, 64)) prefetch_l2(norm + tid * 64 < p.norms + (2 * L + 1) * D ? norm + tid * 64 : p.norms);
+      }
+      const int chunks = chunks_of(kind), per_pass = groups_per_pass(chunks), groups = part.groups;
+#pragma unroll 1
+      for (int done = 0; done < groups; done += per_pass) {
+        const Pass pass{s.part[buffer ^= 1], span.groups, (part.first_group + done) * UNIT_ROWS, span.groups * UNIT_ROWS};
+        const bool adds = kind == O_STAGE || kind == DOWN_STAGE;
+        float early = 0.0f;  // this thread's residual, read off the critical path
+        if (adds && tid < pass.rows * B) early = residual_of(p, s, residual, pass.first_row, pass.rows, tid);
+        multiply(stream, span, rows, s.part[buffer], input);
+        if (warp == 0 && !adds) find_rstd(s, lane);  // this warp has the fewest units
+        TRACE(4);
+        TRACE_SUM(3, stream.waited);
+        sync_first(NT);
+        TRACE(5);
+        if (kind == QKV_STAGE) publish_rows<QKV_STAGE>(p, s, exchange, pass, residual, early, words + AT_QKV);
+        if (kind == O_STAGE) publish_rows<O_STAGE>(p, s, exchange, pass, residual, early, words + AT_MID);
+        if (kind == GATE_UP_STAGE) publish_hidden(s, exchange, pass, words + AT_HIDDEN);
+        if (kind == DOWN_STAGE) publish_rows<DOWN_STAGE>(p, s, exchange, pass, residual, early, words + AT_OUT);
+        if (kind == HEAD_STAGE) rank_logits(s, pass, logits, best);
+        if (done + per_pass < groups) {  // more row groups than shared memory has sums for
+          span = span_of(groups - done - per_pass, chunks, warp);
+          if (span.first < span.end) rows.take(stream);
+        }
+      }
+      TRACE(6);
+      if (kind == HEAD_STAGE) break;
+      if (kind == O_STAGE) residual = words + AT_MID;
+      if (kind != DOWN_STAGE) {
+        ++kind;
+        continue;
+      }
+      residual = words + AT_OUT;
+      words += LAYER_WORDS;
+      kind = ++layer == L ? HEAD_STAGE : QKV_STAGE;
+    }
+
+    // No lane may fall two steps behind: it could not tell the phases of role_known apart.
+    if (lane == 0 && !barrier_wait(&s.role_read[warp], step & 1, p.max_spins)) stuck(p.report, 450);
     end_step(p, s, best, step, tag);
   }
 
@@ -236,6 +227,21 @@ DEVICE void compute_steps(const Params& p, Shared& s, u32 steps_done) {
   }
 }
 
+#ifdef TKCC_TRACE
+// How long a read that hits L2 takes, all along the launch: clock << 16 | cycles, the last 4096 of them in a ring.
+__device__ void probe_l2(const Params& p, Shared& s) {
+  long long* to = p.trace + TRACE_PROBES + (long long)s.cta * 4096;
+  for (int i = 0; !*(volatile int*)&s.trace_stop; i = (i + 1) % 4096) {
+    const long long start = clock64();
+    u32 word = 0;
+    for (int hop = 0; hop < 8; ++hop) word = load_relaxed(p.counters + 32 + (word >> 31));  // each waits for the last one
+    const long long end = clock64() + (word >> 31);
+    to[i] = start << 16 | min(end - start, 65535ll);
+    asm volatile("nanosleep.u32 100;");
+  }
+}
+#endif
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_steps(const __grid_constant__ Params p) {
   SHARED_MEMORY(Shared, s);
   const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
@@ -244,24 +250,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_steps(const __gr
   for (int i = tid; i < 2 * L * NW; i += THREADS) s.run_parts[i / NW][i % NW] = p.run_parts[cta * 2 * L * NW + i];
   for (int i = tid; i < B * ND * UNIT_COLS; i += THREADS) (&s.x[0][0])[i] = 0;  // columns past D stay zero
   if (lane == 0 && warp < NW) {
-    s.parts[warp][QKV_STAGE] = part_of<QKV_STAGE>(p, cta, warp);
-    s.parts[warp][O_STAGE] = part_of<O_STAGE>(p, cta, warp);
-    s.parts[warp][GATE_UP_STAGE] = part_of<GATE_UP_STAGE>(p, cta, warp);
-    s.parts[warp][DOWN_STAGE] = part_of<DOWN_STAGE>(p, cta, warp);
-    s.parts[warp][HEAD_STAGE] = part_of<HEAD_STAGE>(p, cta, warp);
+    for (int kind = 0; kind < 5; ++kind) s.parts[warp][kind] = part_of(p, kind, cta, warp);
   }
   if (tid < B) s.token[tid] = p.tokens[tid], s.position[tid] = p.positions[tid];
   if (warp < NW && lane < SLOTS) barrier_init(&s.full[warp][lane]), barrier_init(&s.empty[warp][lane]);
-  barrier_init_done();
   const u32 steps_done = p.counters[32];
-  if (tid == 0) s.role_step = -1, s.cta = cta;
+#ifdef TKCC_TRACE
+  s.trace_stop = 0;
+#endif
+  if (warp < NW && lane == 0) barrier_init(&s.role_read[warp]);
+  if (tid == 0) barrier_init(&s.role_known), s.cta = cta;
+  barrier_init_done();
   sync_all();
 
   if (warp < NW) {
-    take_registers<NW == 8 ? 224 : NW == 16 ? 112 : 152>();
+    take_registers<NW == 8 ? 224 : NW == 16 ? 104 : 152>();
     compute_steps(p, s, steps_done);
+#ifdef TKCC_TRACE
+    s.trace_stop = 1;
+#endif
   } else {  // a whole warpgroup, because registers are traded by warpgroup; its other warps have nothing to do
     give_registers<56>();
     if (warp == NW) load_streams(p, s, lane);
+#ifdef TKCC_TRACE
+    if (warp == NW + 1 && lane == 0) probe_l2(p, s);
+#endif
   }
 }

@@ -19,9 +19,6 @@ struct Exchange {
   }
   DEVICE u32 poll(const u32* word, int where) const {
     u32 v = load_relaxed(word), spins = 0;
-#ifdef TKCC_ABLATE_POLL
-    return v;
-#endif
     while (v == EMPTY) {
       watchdog(spins, max_spins, report, where);
       v = load_relaxed(word);
@@ -34,16 +31,21 @@ struct Exchange {
     if (lane == 0) poll(word, where);
     sync_warp();
   }
+  DEVICE void empty4(u32* words) const { store_relaxed4(words + other, U4{EMPTY, EMPTY, EMPTY, EMPTY}); }
   // Reads again until all four words are there. `v` is a first look, taken earlier so that several are in flight.
   DEVICE void finish4(U4& v, const u32* words, int where) const {
-#ifdef TKCC_ABLATE_POLL
-    return;
-#endif
     u32 spins = 0;
     while (v.x == EMPTY || v.y == EMPTY || v.z == EMPTY || v.w == EMPTY) {
       watchdog(spins, max_spins, report, where);
       back_off(back_off_ns);
       v = load_relaxed4(words);
+    }
+  }  DEVICE void finish2(U2& v, const u32* words, int where) const {
+    u32 spins = 0;
+    while (v.x == EMPTY || v.y == EMPTY) {
+      watchdog(spins, max_spins, report, where);
+      back_off(back_off_ns);
+      v = load_relaxed2(words);
     }
   }
 };

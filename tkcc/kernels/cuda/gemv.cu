@@ -37,41 +37,33 @@ struct Slice {
   }
 };
 
-DEVICE constexpr int groups_per_pass(int chunks) { return PART_FLOATS / (chunks * SUMS); }
-
-template <int CHUNKS>
-DEVICE Span span_of(int groups, int warp) {
-  groups = min(groups, groups_per_pass(CHUNKS));
-  Span span{groups, share(groups * CHUNKS, warp), share(groups * CHUNKS, warp + 1), 0, 0};
+DEVICE int groups_per_pass(int chunks) { return PART_FLOATS / (chunks * SUMS); }
+DEVICE Span span_of(int groups, int chunks, int warp) {
+  groups = min(groups, groups_per_pass(chunks));
+  Span span{groups, share(groups * chunks, warp), share(groups * chunks, warp + 1), 0, 0};
   if (span.first < span.end) span.chunk = span.first / groups, span.group = span.first - span.chunk * groups;
   return span;
 }
 
-// A slice of the normalised input, in shared memory.
-struct NormalisedInput {
-  const Shared& shared;
-  DEVICE void await(int, int) const {}
-  DEVICE U4 look(int b, int chunk, int half, int lane) const {
-    return *(const U4*)&shared.x[b][chunk * UNIT_COLS + half * 256 + lane * 8];
-  }
-  DEVICE void finish(U4&, int, int, int, int) const {}
-};
-// A slice of another stage's output in global memory: bf16 pairs, [B][COLUMNS / 2], there sooner or later.
-template <int COLUMNS>
-struct PolledInput {
+// What a stage multiplies its rows by: shared.x, or, if `hidden` is not null, the output of gate and up in global memory,
+// [B][F / 2] bf16 pairs, there sooner or later.
+struct Input {
+  Shared& s;
   const Exchange& exchange;
-  const u32* words;
+  const u32* hidden;
   int where;
-  DEVICE void await(int chunk, int lane) const { exchange.await_first(words + chunk * UNIT_COLS / 2, lane, where); }
+
+  DEVICE void await(int chunk, int lane) const {
+    if (hidden) exchange.await_first(hidden + chunk * UNIT_COLS / 2, lane, where);
+  }
   DEVICE U4 look(int b, int chunk, int half, int lane) const {
     const int column = chunk * UNIT_COLS + half * 256 + lane * 8;
-    if (COLUMNS % UNIT_COLS && column >= COLUMNS) return U4{0, 0, 0, 0};
-    return load_relaxed4(words + (b * COLUMNS + column) / 2);
+    if (!hidden) return *(const U4*)&s.x[b][column];
+    return F % UNIT_COLS && column >= F ? U4{0, 0, 0, 0} : load_relaxed4(hidden + (b * F + column) / 2);
   }
   DEVICE void finish(U4& seen, int b, int chunk, int half, int lane) const {
     const int column = chunk * UNIT_COLS + half * 256 + lane * 8;
-    if (COLUMNS % UNIT_COLS && column >= COLUMNS) return;
-    exchange.finish4(seen, words + (b * COLUMNS + column) / 2, where);
+    if (hidden && !(F % UNIT_COLS && column >= F)) exchange.finish4(seen, hidden + (b * F + column) / 2, where);
   }
 };
 
@@ -79,12 +71,13 @@ struct PolledInput {
 struct Rows {
   U4 half[2][UNIT_ROWS];
 
-  // Takes the next unit off the ring. A stage takes its first one before it has its input: the sooner a place in the
-  // ring is free, the longer memory stays busy.
-  DEVICE void take(Stream& stream) {
-    const U4* unit = stream.wait() + stream.lane;
+  DEVICE void load(const U4* unit, int lane) {
 #pragma unroll
-    for (int i = 0; i < 2 * UNIT_ROWS; ++i) half[i / UNIT_ROWS][i % UNIT_ROWS] = unit[i % UNIT_ROWS * 64 + i / UNIT_ROWS * 32];
+    for (int i = 0; i < 2 * UNIT_ROWS; ++i)
+      half[i / UNIT_ROWS][i % UNIT_ROWS] = unit[i % UNIT_ROWS * 64 + i / UNIT_ROWS * 32 + lane];
+  }
+  DEVICE void take(Stream& stream) {
+    load(stream.wait(), stream.lane);
     stream.release();
   }
 
@@ -109,8 +102,7 @@ struct Rows {
 };
 
 // part[(chunk * groups + group) * SUMS + row * BP + b] = sum over the chunk's 512 columns. `rows` holds the first unit,
-// if there is one.
-template <class Input>
+// if there is one. There is one copy of this for all stages: instructions that run once a layer come from far.
 DEVICE void multiply(Stream& stream, const Span& span, Rows& rows, float* part, const Input& input) {
   const int lane = stream.lane;
   int left = span.end - span.first, chunk = span.chunk;
@@ -120,30 +112,35 @@ DEVICE void multiply(Stream& stream, const Span& span, Rows& rows, float* part, 
 #pragma unroll
   for (int i = 0; i < 2 * B; ++i) ahead[i / 2][i % 2] = input.look(i / 2, chunk, i % 2, lane);
   float* to = part + span.first * SUMS + reduced_index<SUMS>(lane % SUMS);  // units of a run lie SUMS apart
-  int in_chunk = min(left, span.groups - span.group);
-  do {
-    Slice slice;
-#pragma unroll
-    for (int i = 0; i < 2 * B; ++i) {
-      input.finish(ahead[i / 2][i % 2], i / 2, chunk, i % 2, lane);
-      slice.set(i / 2, i % 2, ahead[i / 2][i % 2]);
-    }
-    ++chunk;
-    if (left > in_chunk) {
-#pragma unroll
-      for (int i = 0; i < 2 * B; ++i) ahead[i / 2][i % 2] = input.look(i / 2, chunk, i % 2, lane);
-    }
+  int in_chunk = 0, next_count = min(left, span.groups - span.group);
+  Slice slice;
 #pragma unroll 1
-    for (; in_chunk; --in_chunk) {
-      float sums[SUMS];
-      rows.multiply(slice, sums);
-      if (--left) rows.take(stream);  // while the lanes are summed
-      reduce_over_lanes<SUMS>(sums, lane);
-      if (lane < SUMS) *to = sums[0];
-      to += SUMS;
+  while (true) {
+    if (in_chunk == 0) {  // on to the next slice of the input
+      in_chunk = next_count;
+#pragma unroll
+      for (int i = 0; i < 2 * B; ++i) {
+        input.finish(ahead[i / 2][i % 2], i / 2, chunk, i % 2, lane);
+        slice.set(i / 2, i % 2, ahead[i / 2][i % 2]);
+      }
+      if (left == span.end - span.first) TRACE(2);
+      ++chunk;
+      next_count = min(left - in_chunk, span.groups);
+      if (next_count) {
+#pragma unroll
+        for (int i = 0; i < 2 * B; ++i) ahead[i / 2][i % 2] = input.look(i / 2, chunk, i % 2, lane);
+      }
     }
-    in_chunk = min(left, span.groups);
-  } while (left);
+    float sums[SUMS];
+    rows.multiply(slice, sums);
+    --in_chunk, --left;
+    if (left) rows.load(stream.wait(), lane);  // on its way while the lanes are summed
+    reduce_over_lanes<SUMS>(sums, lane);
+    if (lane < SUMS) *to = sums[0];
+    to += SUMS;
+    if (left == 0) break;
+    stream.release();
+  }
 }
 
 // The whole row's sum: chunks in ascending order. `row` counts within the pass's groups.
@@ -156,10 +153,10 @@ DEVICE float row_sum(const float* part, int groups, int row, int b) {
   return sum;
 }
 
-// RMS norm of the residual into shared.x as bf16. `source`: [B][D] float words of another stage, or, if null, the
-// embeddings of this step's tokens. Ends with a barrier.
-template <bool MAY_EMBED>
-DEVICE void normalise(const Params& p, Shared& s, const Exchange& exchange, const u32* source, const u16* norm, int where) {
+// The residual times the norm's weights into shared.x as bf16, and each warp's sum of squares into shared.square_sums.
+// The norm's divisor is applied to the products, by when it is long known: `find_rstd`.
+// `source`: [B][D] float words of another stage, or, if null, the embeddings of this step's tokens. Ends with a barrier.
+DEVICE void normalise(const Params& p, Shared& s, Stream& stream, const Exchange& exchange, const u32* source, const u16* norm, const Input& input) {
   constexpr int ROUNDS = ceil_div(D, NT * 4);
   const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
   U2 scale[ROUNDS];
@@ -168,10 +165,11 @@ DEVICE void normalise(const Params& p, Shared& s, const Exchange& exchange, cons
     int d = (i * NT + tid) * 4;
     if (d < D) scale[i] = *(const U2*)(norm + d);
   }
+#pragma unroll
   for (int b = 0; b < B; ++b) {
     U4 words[ROUNDS];
-    if (!MAY_EMBED || source) {
-      exchange.await_first(source + b * D + min(warp * 128, D - 4), lane, where);
+    if (source) {
+      exchange.await_first(source + b * D + min(warp * 128, D - 4), lane, input.where);
 #pragma unroll
       for (int i = 0; i < ROUNDS; ++i) {
         int d = (i * NT + tid) * 4;
@@ -180,7 +178,7 @@ DEVICE void normalise(const Params& p, Shared& s, const Exchange& exchange, cons
 #pragma unroll
       for (int i = 0; i < ROUNDS; ++i) {
         int d = (i * NT + tid) * 4;
-        if (d < D) exchange.finish4(words[i], source + b * D + d, where);
+        if (d < D) exchange.finish4(words[i], source + b * D + d, input.where);
       }
     } else {
 #pragma unroll
@@ -194,6 +192,7 @@ DEVICE void normalise(const Params& p, Shared& s, const Exchange& exchange, cons
         words[i].w = as_bits(high_half(pairs.y));
       }
     }
+    TRACE(8);
     float squares = 0.0f;
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
@@ -202,24 +201,25 @@ DEVICE void normalise(const Params& p, Shared& s, const Exchange& exchange, cons
 #pragma unroll
       for (int e = 0; e < 4; ++e) squares = add_rn(squares, mul_rn(r[e], r[e]));
     }
-    squares = warp_sum(squares);
-    if (b) sync_first(NT);  // the last sequence's sums have been read
-    if (lane == 0) s.square_sums[warp] = squares;
-    sync_first(NT);
-    float total = s.square_sums[0];
-    for (int w = 1; w < NW; ++w) total = add_rn(total, s.square_sums[w]);
-    float rstd = div_rn(1.0f, sqrt_rn(add_rn(mean_of<D>(total), EPS)));
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
       int d = (i * NT + tid) * 4;
       if (d >= D) continue;
       U2 pairs;
-      pairs.x = pack_bf16(mul_rn(mul_rn(as_float(words[i].x), rstd), low_half(scale[i].x)),
-                          mul_rn(mul_rn(as_float(words[i].y), rstd), high_half(scale[i].x)));
-      pairs.y = pack_bf16(mul_rn(mul_rn(as_float(words[i].z), rstd), low_half(scale[i].y)),
-                          mul_rn(mul_rn(as_float(words[i].w), rstd), high_half(scale[i].y)));
+      pairs.x = pack_bf16(mul_rn(as_float(words[i].x), low_half(scale[i].x)), mul_rn(as_float(words[i].y), high_half(scale[i].x)));
+      pairs.y = pack_bf16(mul_rn(as_float(words[i].z), low_half(scale[i].y)), mul_rn(as_float(words[i].w), high_half(scale[i].y)));
       *(U2*)&s.x[b][d] = pairs;
     }
+    squares = warp_sum(squares);
+    if (lane == 0) s.square_sums[b][warp] = squares;
   }
   sync_first(NT);
+}
+// One warp, between the barrier that ends `normalise` and the next one: what the products are to be multiplied by.
+DEVICE void find_rstd(Shared& s, int lane) {
+  if (lane >= B) return;
+  float total = s.square_sums[lane][0];
+#pragma unroll
+  for (int w = 1; w < NW; ++w) total = add_rn(total, s.square_sums[lane][w]);
+  s.rstd[lane] = div_rn(1.0f, sqrt_rn(add_rn(mean_of<D>(total), EPS)));
 }

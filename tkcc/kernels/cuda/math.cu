@@ -32,30 +32,31 @@ DEVICE float warp_sum(float value) {
   return value;
 }
 
-// Sums N values over the 32 lanes, always in the tree 1, 2, 4, 8, 16. Lane i < N then holds in values[0] the sum of
-// value `reduced_index<N>(i)`. While several values are left, partners trade halves, so N sums cost about N shuffles.
-template <int N>
+// Sums N values over the lanes that differ in their first LEVELS bits, always in the tree 1, 2, 4, ... While several
+// values are left, partners trade halves, so N sums cost about N shuffles. A lane then holds, in values[0] and on, the
+// sums of the values from `reduced_index` on: N >> LEVELS of them, or one, which several lanes have.
+template <int N, int LEVELS = 5, int LEVEL = 0>
 DEVICE void reduce_over_lanes(float (&values)[N], int lane) {
-#pragma unroll
-  for (int level = 0; level < 5; ++level) {
-    const int half = (N >> level) / 2;
-    const bool upper = (lane >> level) & 1;
-    if (half == 0) {
-      values[0] = add_rn(values[0], shuffle_xor(values[0], 1 << level));
+  if constexpr (LEVEL < LEVELS) {
+    constexpr int half = (N >> LEVEL) / 2;
+    const bool upper = (lane >> LEVEL) & 1;
+    if constexpr (half == 0) {
+      values[0] = add_rn(values[0], shuffle_xor(values[0], 1 << LEVEL));
     } else {
 #pragma unroll
       for (int i = 0; i < half; ++i) {
-        float keep = upper ? values[i + half] : values[i];
-        float send = upper ? values[i] : values[i + half];
-        values[i] = add_rn(keep, shuffle_xor(send, 1 << level));
+        const float keep = upper ? values[i + half] : values[i];
+        const float send = upper ? values[i] : values[i + half];
+        values[i] = add_rn(keep, shuffle_xor(send, 1 << LEVEL));
       }
     }
+    reduce_over_lanes<N, LEVELS, LEVEL + 1>(values, lane);
   }
 }
-template <int N>
+template <int N, int LEVELS = 5>
 DEVICE int reduced_index(int lane) {
   int index = 0;
 #pragma unroll
-  for (int level = 0; level < 5; ++level) index += ((lane >> level) & 1) * ((N >> level) / 2);
+  for (int level = 0; level < LEVELS; ++level) index += ((lane >> level) & 1) * ((N >> level) / 2);
   return index;
 }

@@ -35,6 +35,8 @@ DEVICE u32 pack_bf16(float low, float high) {
 
 DEVICE float shuffle_xor(float value, int mask) { return __shfl_xor_sync(FULL_WARP, value, mask); }
 DEVICE u64 shuffle_xor64(u64 value, int mask) { return __shfl_xor_sync(FULL_WARP, value, mask); }
+DEVICE float shuffle_from(float value, int lane) { return __shfl_sync(FULL_WARP, value, lane); }
+DEVICE u32 warp_ballot(bool is) { return __ballot_sync(FULL_WARP, is); }
 DEVICE int warp_max(int value) { return __reduce_max_sync(FULL_WARP, value); }
 DEVICE void sync_warp() { __syncwarp(); }
 DEVICE void sync_all() { __syncthreads(); }
@@ -48,6 +50,14 @@ DEVICE U4 load_relaxed4(const u32* from) {
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
   return v;
 }
+DEVICE U2 load_relaxed2(const u32* from) {
+  U2 v;
+  asm volatile("ld.relaxed.gpu.global.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(from));
+  return v;
+}
+DEVICE void store_relaxed4(u32* to, const U4& v) {
+  asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
 DEVICE u32 load_relaxed(const u32* from) {
   u32 v;
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(from));
@@ -56,12 +66,6 @@ DEVICE u32 load_relaxed(const u32* from) {
 DEVICE u64 load_relaxed64(const u64* from) {
   u64 v;
   asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(from));
-  return v;
-}
-struct U64x2 { u64 x, y; };
-DEVICE U64x2 load_relaxed64x2(const u64* from) {
-  U64x2 v;
-  asm volatile("ld.relaxed.gpu.global.v2.u64 {%0,%1}, [%2];" : "=l"(v.x), "=l"(v.y) : "l"(from));
   return v;
 }
 DEVICE void store_relaxed(u32* to, u32 value) {
@@ -78,16 +82,8 @@ DEVICE u32 load_acquire(const u32* from) {
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
   return v;
 }
-// A word of shared memory that one warp sets and another one watches.
-DEVICE void set_flag(int* flag, int value) {
-  asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"((u32)__cvta_generic_to_shared(flag)), "r"(value) : "memory");
-}
-DEVICE int read_flag(const int* flag) {
-  int v;
-  asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(v) : "r"((u32)__cvta_generic_to_shared(flag)) : "memory");
-  return v;
-}
 DEVICE void prefetch_l2(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
+DEVICE void prefetch_l2_to_stay(const void* from) { asm volatile("prefetch.global.L2::evict_last [%0];" ::"l"(from)); }
 DEVICE void fence_async_proxy() { asm volatile("fence.proxy.async;" ::: "memory"); }
 DEVICE void pause(bool idle) {  // of the loading warp: leave issue slots to the others
   if (idle) asm volatile("nanosleep.u32 20;");
@@ -109,6 +105,13 @@ DEVICE bool barrier_test(u64* barrier, u32 parity) {  // as below, but never sus
   u32 done;
   asm volatile(
       "{\n\t.reg .pred p;\n\tmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n\tselp.u32 %0, 1, 0, p;\n\t}"
+      : "=r"(done) : "r"(shared_address(barrier)), "r"(parity) : "memory");
+  return done;
+}
+DEVICE bool barrier_try(u64* barrier, u32 parity) {  // waits for the end of the phase, but not for long
+  u32 done;
+  asm volatile(
+      "{\n\t.reg .pred p;\n\tmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n\tselp.u32 %0, 1, 0, p;\n\t}"
       : "=r"(done) : "r"(shared_address(barrier)), "r"(parity) : "memory");
   return done;
 }
@@ -141,6 +144,16 @@ DEVICE void bulk_load(void* to_shared, const void* from, u32 bytes, u64* barrier
                ::"r"(shared_address(to_shared)), "l"(from), "r"(bytes), "r"(shared_address(barrier)) : "memory");
 }
 
+#ifdef TKCC_TENSOR_COPIES
+// The same copy by way of a tensor map, whose rows have 512 bytes. compute-sanitizer's racecheck takes the reads of a
+// plain bulk copy's target for hazards, whatever mbarrier they waited for; of these copies it knows better.
+DEVICE void tensor_load(void* to_shared, const void* map, int row, u32 bytes, u64* barrier) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+               ::"r"(shared_address(to_shared)), "l"(map), "r"(0), "r"(row), "r"(shared_address(barrier)) : "memory");
+}
+#endif
+
 // Warpgroups trade registers: 4 warps of loading give most of theirs to those that compute.
 template <int COUNT>
 DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }
@@ -153,12 +166,23 @@ DEVICE int multiprocessor() {
   return id;
 }
 
-// A trace of one CTA's clock, for `bench_decode --trace`: nothing is compiled in without TKCC_TRACE.
+// A trace of each warp's clock by stage and event: nothing is compiled in without TKCC_TRACE. `stream` must be in scope.
 #ifdef TKCC_TRACE
-#define MARK(index, event) \
-  if (threadIdx.x == 0) p.trace[(s.cta * (4 * L + 1) + (index)) * 8 + (event)] = clock64()
+constexpr int TRACE_EVENTS = 16;
+#define TRACE_LOADS ((long long)gridDim.x * (4 * L + 1) * NW * TRACE_EVENTS)
+#define TRACE_PROBES (TRACE_LOADS + (long long)gridDim.x * NW * 1024)
+#define TRACE_STAGE(stage) \
+  stream.trace = p.trace + (((long long)s.cta * (4 * L + 1) + (stage)) * NW + stream.warp) * TRACE_EVENTS, stream.waited = 0
+#define TRACE(event) if (stream.lane == 0) stream.trace[event] = clock64()
+#define TRACE_SUM(event, cycles) if (stream.lane == 0) stream.trace[event] = (cycles)
+#define TRACE_WAIT(sign) waited = waited sign clock64()
+#define TRACE_LOAD() if (loads < 1024) p.trace[TRACE_LOADS + ((long long)s.cta * NW + lane) * 1024 + loads++] = clock64()
 #else
-#define MARK(index, event)
+#define TRACE_STAGE(stage)
+#define TRACE(event)
+#define TRACE_SUM(event, cycles)
+#define TRACE_WAIT(sign)
+#define TRACE_LOAD()
 #endif
 
 // A wait that never ends would hold the device for good: say where it was, then end the launch with an error.

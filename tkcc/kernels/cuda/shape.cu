@@ -6,6 +6,9 @@ constexpr float EPS = TKCC_EPS, SCORE_SCALE = TKCC_SCORE_SCALE;  // 1 / sqrt(HD)
 constexpr int NW = TKCC_WARPS, NT = NW * 32, SLOTS = TKCC_SLOTS;
 constexpr int THREADS = NT + 128;  // and the loading warpgroup
 constexpr int PART_FLOATS = TKCC_PART_FLOATS;
+#ifndef TKCC_PASSES
+#define TKCC_PASSES 2
+#endif
 
 constexpr int G = H / K;           // query heads of one KV head
 constexpr int AW = H * HD;         // width of the attention output
@@ -14,6 +17,7 @@ constexpr int QKV = AW + 2 * K * HD;
 constexpr int UNIT_BYTES = 4096, UNIT_ROWS = 4, UNIT_COLS = 512;
 DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 constexpr int ND = ceil_div(D, UNIT_COLS), NA = ceil_div(AW, UNIT_COLS), NF = ceil_div(F, UNIT_COLS);
+constexpr int NX = ND > NA ? ND : NA;
 constexpr int BP = B <= 1 ? 1 : B <= 2 ? 2 : B <= 4 ? 4 : 8;  // batch in the reduction tree
 constexpr int SUMS = UNIT_ROWS * BP;                            // sums one unit yields
 constexpr int GROUPS_QKV = QKV / 4, GROUPS_O = D / 4, GROUPS_GU = F / 2, GROUPS_DOWN = D / 4;
@@ -30,14 +34,16 @@ DEVICE constexpr int chunks_of(int kind) { return kind == O_STAGE ? NA : kind ==
 
 // Words that stages hand to each other, per layer; each exists twice, for even and odd steps (exchange.cu).
 DEVICE constexpr int line_up(int words) { return ceil_div(words, 32) * 32; }
+// The attention of one KV head is split over at most MAX_SLOTS CTAs, each of which yields, for its G query heads, their
+// outputs as [G][HD / 2] bf16 pairs, and [G][2] floats: the largest score and the sum of the exponentials.
+constexpr int MAX_SLOTS = 16, SLOT_WORDS = line_up(G * HD / 2 + 2 * G);
 constexpr int AT_QKV = 0;                                     // [B][QKV] float: raw q, k, v
-constexpr int AT_ATTENTION = AT_QKV + line_up(B * QKV);       // [B][AW / 2] bf16 pairs
-constexpr int AT_MID = AT_ATTENTION + line_up(B * AW / 2);    // [B][D] float: residual after O
+constexpr int AT_ATTENTION = AT_QKV + line_up(B * QKV);       // [B][K][MAX_SLOTS][SLOT_WORDS] what each CTA attended to
+constexpr int AT_MID = AT_ATTENTION + B * K * MAX_SLOTS * SLOT_WORDS;  // [B][D] float: residual after O
 constexpr int AT_HIDDEN = AT_MID + line_up(B * D);            // [B][F / 2] bf16 pairs: silu(gate) * up
 constexpr int AT_OUT = AT_HIDDEN + line_up(B * F / 2);        // [B][D] float: residual after down
 constexpr int LAYER_WORDS = AT_OUT + line_up(B * D);
 constexpr int PARITY_WORDS = L * LAYER_WORDS;
-constexpr int PARTIAL_WORDS = G * (HD + 2);  // of one CTA and layer: o[HD], m, l for each query head
 
 struct Params {
   const u8* weights;       // units, a run of them for each CTA and warp, in the order of use
@@ -55,11 +61,11 @@ struct Params {
   int* out_tokens;         // [num_steps][B]
   float* logits;           // [B][V] of the last step, or null
   u32* exchange;           // [2][L][LAYER_WORDS]
-  u64* partials;           // [L][grid][PARTIAL_WORDS] value | tag << 32
   u64* best;               // [2][grid][B]
   u32* counters;           // [0]: arrivals at the end of steps; [32]: steps done
   u32* report;             // [grid][4] pinned host memory: where a watchdog fired
-  long long* trace;        // [grid][4 L + 1][8] clocks of the last step, if TKCC_TRACE
+  const u8* tensor_maps;   // of weights, keys, values, 128 bytes each, if TKCC_TENSOR_COPIES
+  long long* trace;        // clocks of the last step, if TKCC_TRACE: trace_decode.py
   int cta_is_multiprocessor;  // which part of the work a CTA does: by where it runs, or by its index
   int kv_capacity;         // positions, a multiple of BLOCK
   int num_steps;
@@ -87,28 +93,36 @@ struct alignas(16) Part {
   int first_group, groups;
   Span span;
 };
+// What one warp prepares of the new position: a query head, or the key, or the value of the role's KV head.
+struct InputJob {
+  int row;     // of q|k|v, its first
+  float* to;   // in shared memory
+  u16* cache;  // its place in layer 0's cache, for keys and values
+  bool is_q, is_v;
+};
 // One CTA's shared memory.
 constexpr int SCRATCH_FLOATS = G * (HD + 2);
 struct Shared {
   alignas(128) u8 ring[NW][SLOTS][UNIT_BYTES];
   alignas(16) float part[2][PART_FLOATS];
-  alignas(16) u16 x[B][ND * UNIT_COLS];        // the normalised input of a stage
+  alignas(16) u16 x[B][NX * UNIT_COLS];        // the input of QKV, O, gate-up or the head
   alignas(16) float attend[NW + 1][SCRATCH_FLOATS];  // a warp's probabilities, then its partial result
-  alignas(16) u16 q[G][HD];
-  alignas(16) u16 k_new[HD];
-  alignas(16) u16 v_new[HD];
+  alignas(16) float q[G][HD], k_new[HD], v_new[HD];  // of the new position, rounded to bf16
   alignas(16) float rope[B][HD];
-  float square_sums[NW];
+  float square_sums[B][NW], rstd[B];
   alignas(8) u64 full[NW][SLOTS], empty[NW][SLOTS];
   u64 best[NW][B];
   Part parts[NW][5];
-  int next_slot[NW], next_parity[NW];  // of each warp's ring, where a block may be shared
   int cta;        // which part of the work this is
   int token[B], position[B];
   Role role[2];   // of even and odd steps
-  int role_step;  // the latest step that has a role: its past keys and values are all written
-  float weights[NW + 1][G];
-  float top[G];
+  int slots[B];   // of each sequence's KV heads
+  InputJob jobs[NW];  // each warp's first one
+  // mbarriers, one phase a step: its role is written, and all of its past keys and values; a loading lane is done with it.
+  alignas(8) u64 role_known, role_read[NW];
   u16 run_parts[2 * L][NW];
+#ifdef TKCC_TRACE
+  int trace_stop;
+#endif
 };
 static_assert(sizeof(Shared) <= TKCC_SMEM_BYTES, "the host counts too few bytes: Layout.smem_bytes");

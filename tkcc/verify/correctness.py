@@ -18,7 +18,6 @@ class ChallengeRun:
     errors: Errors
     stray_write: str  # a block that nobody owned and that was written; empty if none
     step_s: tuple[float, ...]
-    pages: tuple[int, ...]  # the blocks that hold the sequences at the end
 
 
 class Placement:
@@ -101,8 +100,7 @@ def run(executor: Executor, challenge: ChallengeSet, seed: int, timeout_s: float
     everything = [(i, 0, len(tokens)) for i, tokens in enumerate(challenge.sequences)]
     kv_l = _larger(kv_l, _kv_errors(executor.kv, challenge, place, offsets, everything))
     found = Errors(errors.spread(torch.cat(logits_errors)), row, tuple(kv_l.tolist()))
-    pages = tuple(sorted({page for pages in place.pages for page in pages}))
-    return ChallengeRun(found, place.stray_write(), tuple(step_s), pages)
+    return ChallengeRun(found, place.stray_write(), tuple(step_s))
 
 
 def scales(challenge: ChallengeSet) -> tuple[float, tuple[float, ...]]:

@@ -124,3 +124,17 @@ def test_launches_go_on_where_the_last_one_stopped(tmp_path):
     for step in range(2):
         decoder.run(1, apart[step : step + 1], seed=step + 5)
     assert torch.equal(together, apart)
+
+
+@pytest.mark.parametrize("shape, past", [(LLAMA, 30), (QWEN, 14), (LLAMA, 0)])
+def test_twin_runs_many_steps_as_it_runs_one(shape, past):
+    decoder = make(shape, [past], SMALL, 5, 1)
+    tokens = torch.tensor([5, 9, 5, 77])
+    one_by_one, together = DecodeTwin(decoder), DecodeTwin(decoder)
+
+    logits = together.steps(tokens, past)
+
+    for step, token in enumerate(tokens):
+        expected, _ = one_by_one.step(token[None], [past + step])
+        assert torch.equal(logits[step], expected[0]), f"step {step}"
+    assert torch.equal(one_by_one.keys.nan_to_num(99.0), together.keys.nan_to_num(99.0))

@@ -1,14 +1,15 @@
-"""`tkcc bench decode`: the decode step against the read ceiling and three PyTorch baselines, on one device, in one run.
+"""What `tkcc bench decode` measures: the decode step, the read ceiling and three PyTorch baselines, on one device.
 
 Every candidate decodes the same random model greedily, `STEPS` dependent steps a run, embedding and argmax included,
 the position moving on the device. Its caches hold the context and no more than a block beyond it.
 """
 
-import argparse
 import json
 import platform
 import statistics
-from collections.abc import Callable, Sequence
+import subprocess
+from collections.abc import Callable, Sequence, Set
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +139,8 @@ class StaticCache:
         x = F.embedding(tokens, self.weights["model.embed_tokens.weight"])
         for weights, cache in zip(self.layers, self.caches, strict=True):
             x = self._layer(x, weights, cache, positions, mask, cosine, sine)
-        return self._head(x, self.weights["model.norm.weight"], self.weights["model.embed_tokens.weight"])
+        logits: Tensor = self._head(x, self.weights["model.norm.weight"], self.weights["model.embed_tokens.weight"])
+        return logits
 
 
 def bench_ours(shape: DecodeShape, weights: dict[str, Tensor], contexts: Sequence[int], runs: int) -> list[Row]:
@@ -152,7 +154,7 @@ def bench_ours(shape: DecodeShape, weights: dict[str, Tensor], contexts: Sequenc
     for context in contexts:
         kv = shape.kv_bytes(context) // 2
         parts = [(ours.packed, 2 * ours.packed.numel()), (ours.keys, kv), (ours.values, kv)]
-        reads = [[t / STEPS for t in time_ms(lambda r=r, p=parts: r.run(p, STEPS), runs)] for r in readers]
+        reads = [[t / STEPS for t in time_ms(partial(r.run, parts, STEPS), runs)] for r in readers]
         best = min(reads, key=statistics.median)
         ceiling = statistics.median(best)
         rows.append(make_row("read_ceiling", "decode", context, best, 1, ceiling))
@@ -173,7 +175,7 @@ def bench_ours(shape: DecodeShape, weights: dict[str, Tensor], contexts: Sequenc
     return rows
 
 
-def bench_decode(shape: DecodeShape, weights: dict[str, Tensor], contexts: Sequence[int], runs: int, skip: set[str]) -> list[Row]:
+def bench_decode(shape: DecodeShape, weights: dict[str, Tensor], contexts: Sequence[int], runs: int, skip: Set[str]) -> list[Row]:
     """Rows of all candidates at each context, against the ceiling measured in this run."""
     rows = bench_ours(shape, weights, contexts, runs)
     torch.cuda.empty_cache()
@@ -185,19 +187,21 @@ def bench_decode(shape: DecodeShape, weights: dict[str, Tensor], contexts: Seque
             torch._dynamo.reset()
             torch.cuda.empty_cache()
             capacity = -(-(context + 2 * STEPS) // 32) * 32
+            step: Callable[[Tensor, Tensor], Tensor]
             if name == "static_cache":
                 step = StaticCache(shape, weights, capacity).step
             else:
                 size = (shape.num_layers, 1, shape.num_kv_heads, capacity, shape.head_dim)
-                caches = [torch.randn(size, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
-                step = ReferenceDecode(shape, weights, *caches, rope_table(shape, capacity, torch.device("cuda"))).step
+                keys, values = (torch.randn(size, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+                rope = rope_table(shape, capacity, torch.device("cuda"))
+                step = ReferenceDecode(shape, weights, keys, values, rope).step
                 if name == "compile":
-                    for cache in caches:  # or its graphs are skipped: "mutated inputs"
+                    for cache in (keys, values):  # or its graphs are skipped: "mutated inputs"
                         torch._dynamo.mark_static_address(cache)
                     step = torch.compile(step, mode="reduce-overhead")
             with torch.no_grad():
                 graphed = GraphedStep(step, capture=name != "compile")
-                times = time_ms(lambda g=graphed, c=context: g.run(c), runs)
+                times = time_ms(partial(graphed.run, context), runs)
             rows.append(make_row(name, "decode", context, [t / STEPS for t in times], 1, ceiling))
             print_rows(rows[-1:])
     return rows
@@ -232,11 +236,11 @@ class Prefill:
         s = self.shape
         h = rms_norm_ref(x, weights[0], s.eps)
         if self.fused:
-            _, qkv, o, norm2, gate_up, down = weights
+            _, qkv, o, norm2, *w_mlp, down = weights
             heads = F.linear(h, qkv).view(x.shape[0], -1, s.head_dim)
             q, k, v = heads.split([s.num_heads, s.num_kv_heads, s.num_kv_heads], dim=1)
         else:
-            _, wq, wk, wv, o, norm2, w_gate, w_up, down = weights
+            _, wq, wk, wv, o, norm2, *w_mlp, down = weights
             q, k, v = (F.linear(h, w).view(x.shape[0], -1, s.head_dim) for w in (wq, wk, wv))
         q, k = rotate_ref(q, cosine, sine), rotate_ref(k, cosine, sine)
         cache[0].copy_(k.transpose(0, 1))
@@ -245,7 +249,8 @@ class Prefill:
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
         x = x + F.linear(attended.reshape(x.shape[0], -1), o)
         h = rms_norm_ref(x, norm2, s.eps)
-        gate, up = F.linear(h, gate_up).chunk(2, dim=-1) if self.fused else (F.linear(h, w) for w in (w_gate, w_up))
+        outs = [F.linear(h, w) for w in w_mlp]
+        gate, up = outs[0].chunk(2, dim=-1) if self.fused else outs
         return x + F.linear(F.silu(gate) * up, down)
 
     def forward(self) -> Tensor:
@@ -295,23 +300,23 @@ def add_ratios(rows: list[Row]) -> None:
         r["ratio_to_tkcc"] = round(r["ms_median"] / ours[r["phase"], r["context"]], 3)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """The command; writes the JSON that docs/log.md refers to."""
-    parser = argparse.ArgumentParser(prog="tkcc bench decode", description=__doc__)
-    parser.add_argument("--model", choices=sorted(SHAPES), default="llama-3.2-1b")
-    parser.add_argument("--contexts", default="16,512,2048,8192,32768")
-    parser.add_argument("--prefill", default="512,2048,8192")
-    parser.add_argument("--runs", type=int, default=30)
-    parser.add_argument("--skip", default="", help="baselines to leave out, by name, comma-separated")
-    parser.add_argument("--commit", default="", help="what to record as the commit, where there is no checkout")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args(argv)
-    shape = SHAPES[args.model]
+def bench(
+    model: str,
+    contexts: Sequence[int],
+    prefill: Sequence[int],
+    runs: int,
+    skip: Set[str],
+    *,
+    command: str,
+    commit: str | None,
+    json_path: Path | None,
+) -> None:
+    """Measures and prints all rows; writes the JSON that docs/log.md refers to. Takes minutes."""
+    shape = SHAPES[model]
     weights = random_weights(shape, seed=1, device="cuda")
-    numbers = lambda text: [int(n) for n in text.split(",") if n]  # noqa: E731
-    rows = bench_decode(shape, weights, numbers(args.contexts), args.runs, set(args.skip.split(",")))
+    rows = bench_decode(shape, weights, contexts, runs, skip)
     torch.cuda.empty_cache()
-    rows += bench_prefill(shape, weights, numbers(args.prefill), args.runs)
+    rows += bench_prefill(shape, weights, prefill, runs)
     add_ratios(rows)
     report = {
         "environment": {
@@ -320,18 +325,23 @@ def main(argv: Sequence[str] | None = None) -> None:
             "cuda": torch.version.cuda,
             "python": platform.python_version(),
         },
-        "command": f"tkcc bench decode --model {args.model} --contexts {args.contexts} --runs {args.runs}",
-        "commit": args.commit,
+        "command": command,
+        "commit": _head() if commit is None else commit,
         "metrics": {
             "read_ceiling_TBps": max(r["TBps"] for r in rows if r["candidate"] == "read_ceiling"),
             "steps_per_run": STEPS,
             "rows": rows,
         },
     }
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    if json_path:
+        json_path.parent.mkdir(parents=True, exist_ok=True)
+        json_path.write_text(json.dumps(report, indent=1) + "\n")
 
 
-if __name__ == "__main__":
-    main()
+def _head() -> str:
+    """The checkout's commit, or nothing."""
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:
+        return ""

@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from tkcc.kernels.decode_reference import ReferenceDecode, random_weights
 from tkcc.kernels.decode_shape import SHAPES, DecodeShape
 from tkcc.kernels.decode_twin import DecodeTwin
-from tkcc.kernels.persistent_decode import PersistentDecode
+from tkcc.kernels.persistent_decode import PersistentDecode, rope_table
 
 
 def make(shape: DecodeShape, past: Sequence[int], room: int, options: tuple[str, ...] = ()) -> PersistentDecode:
@@ -50,8 +51,8 @@ def accuracy(shape: DecodeShape, contexts: Sequence[int]) -> None:
         capacity = context + 1
         plain = {}
         for dtype in (torch.float32, torch.bfloat16):
-            caches = [c[:, :, :, :capacity].nan_to_num(0.0).to(dtype) for c in (decoder.keys, decoder.values)]
-            plain[dtype] = ReferenceDecode(shape, weights, *caches, decoder.rope).step(tokens, positions).float()
+            keys, values = (c[:, :, :, :capacity].nan_to_num(0.0).to(dtype) for c in (decoder.keys, decoder.values))
+            plain[dtype] = ReferenceDecode(shape, weights, keys, values, decoder.rope).step(tokens, positions).float()
         decoder.run(1, out, with_logits=True)
         truth = plain[torch.float32]
         ours, bf16 = (float((x - truth).norm() / truth.norm()) for x in (decoder.logits, plain[torch.bfloat16]))
@@ -60,41 +61,73 @@ def accuracy(shape: DecodeShape, contexts: Sequence[int]) -> None:
 
 
 def against_twin(shape: DecodeShape, context: int, steps: int) -> None:
-    """`steps` dependent steps: tokens of each and logits of the last, bit for bit; and teacher-forced against float32.
+    """`steps` dependent steps: every step's logits against the twin, bit for bit, and its token against float32.
 
-    A token that float32 would not choose counts as a near tie if float32's gap between the two is under twice the
-    error bound (the largest error of the plain bf16 model's logits at the first step, times 1.5).
+    All models are fed our own tokens. A token that float32 would not choose counts as a near tie if float32's gap
+    between the two is under twice the error bound (1.5 times the largest error of the plain bf16 model's logits at the
+    first step).
     """
     decoder = make(shape, [context], steps + 64)
+    start = [t.clone() for t in (decoder.tokens, decoder.positions, decoder.keys, decoder.values)]
+    together, alone = (torch.zeros(steps, 1, dtype=torch.int32, device="cuda") for _ in range(2))
+    decoder.run(steps, together)
+    for tensor, value in zip((decoder.tokens, decoder.positions, decoder.keys, decoder.values), start, strict=True):
+        tensor.copy_(value)
     twin = DecodeTwin(decoder)
-    weights = random_weights(shape, 1, "cuda")
-    caches32, caches16 = (
-        [c[:, :, :, : context + steps + 1].nan_to_num(0.0).to(dtype) for c in (decoder.keys, decoder.values)]
-        for dtype in (torch.float32, torch.bfloat16)
-    )
-    model32 = ReferenceDecode(shape, weights, *caches32, decoder.rope)
-    model16 = ReferenceDecode(shape, weights, *caches16, decoder.rope)
-    out = torch.zeros(steps, 1, dtype=torch.int32, device="cuda")
-    token, position = decoder.tokens.clone(), decoder.positions.long()
-    bound = 1.5 * float((model16.step(token.long(), position).float() - model32.step(token.long(), position)).abs().max())
-    decoder.run(steps, out, with_logits=True)
-    tokens = out[:, 0].tolist()
-    equal = near_ties = wrong = 0
-    logits = torch.empty(0)
+    capacity = context + steps + 1
+    past_keys, past_values = (c[:, :, :, :capacity].nan_to_num(0.0) for c in (decoder.keys, decoder.values))
+    logits = torch.empty(steps, shape.vocab, device="cuda")
     for step in range(steps):
-        logits, _ = twin.step(token, [context + step])
-        equal += int(logits.argmax()) == tokens[step]
-        truth = model32.step(token.long(), position + step)[0]
-        gap = float(truth.max() - truth[tokens[step]])
-        near_ties += 0 < gap < 2 * bound
-        wrong += gap >= 2 * bound
-        token = out[step]
-    same = torch.equal(logits, decoder.logits)
+        decoder.run(1, alone[step : step + 1], with_logits=True)
+        logits[step] = decoder.logits[0]
+    same_tokens = torch.equal(together, alone) and torch.equal(logits.argmax(1), alone[:, 0].long())
+    fed = torch.cat([start[0], alone[:-1, 0]]).long()
+    equal = sum(int((a == b).all(1).sum()) for a, b in zip(twin.steps(fed, context).split(64), logits.split(64), strict=True))
+    del twin, decoder
+
+    weights = random_weights(shape, 1, "cuda")
+    rope = rope_table(shape, capacity, torch.device("cuda"))
+    first = ReferenceDecode(shape, weights, past_keys.clone(), past_values.clone(), rope)
+    plain = first.step(fed[:1], start[1].long()).float()
+    model = GraphedReference(ReferenceDecode(shape, weights, past_keys.float(), past_values.float(), rope))
+    gaps, bound = [], 0.0
+    for step in range(steps):
+        truth = model.step(fed[step], context + step)[0]
+        bound = bound or 1.5 * float((plain[0] - truth).abs().max())
+        gaps.append(truth.max() - truth[alone[step, 0].long()])
+    gap = torch.stack(gaps)
+    ties, wrong = int(((gap > 0) & (gap < 2 * bound)).sum()), int((gap >= 2 * bound).sum())
     print(
-        f"twin context {context}: {equal}/{steps} tokens and the last logits {'bit-equal' if same else 'DIFFERENT'}; "
-        f"against float32: {near_ties} near ties (bound {bound:.4f}), {wrong} wrong; {len(set(tokens))} distinct tokens",
+        f"twin context {context}: logits of {equal}/{steps} steps bit-equal, tokens of one launch and of {steps} "
+        f"{'the same' if same_tokens else 'DIFFERENT'}; against float32: {ties} near ties (bound {bound:.4f}), "
+        f"{wrong} wrong; {len(alone.unique())} distinct tokens",
         flush=True,
     )
+
+
+class GraphedReference:
+    """The plain model's step of one sequence in a CUDA graph: launching its kernels one by one takes longer than they do."""
+
+    def __init__(self, model: ReferenceDecode) -> None:
+        self.token, self.position = (torch.zeros(1, dtype=torch.int64, device="cuda") for _ in range(2))
+        kept = [c[:, :, :, :1].clone() for c in (model.keys, model.values)]  # capturing appends at position 0
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            model.step(self.token, self.position)
+        torch.cuda.current_stream().wait_stream(side)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.logits = model.step(self.token, self.position)
+        for cache, value in zip((model.keys, model.values), kept, strict=True):
+            cache[:, :, :, :1] = value
+
+    def step(self, token: Tensor, position: int) -> Tensor:
+        """Logits [1, V], overwritten by the next call."""
+        self.token.copy_(token.view(1))
+        self.position.fill_(position)
+        self.graph.replay()
+        return self.logits
 
 
 def soak(shape: DecodeShape, steps: int) -> None:

@@ -4,7 +4,7 @@ It repeats every rounding that the kernel makes, in the kernel's order: a lane's
 chunks; a warp's blocks, then the warps, then the CTAs. Products of two bf16 are exact in float32, so the kernel's fma
 and a product followed by a sum are the same. It reads the decoder's weights, plan and settings, never its results.
 
-Letters: B sequences, K KV heads, G query heads of each, S slots (CTAs) of a head, W warps and one place for the new
+Letters: B sequences, R positions of one, K KV heads, G query heads of each, S slots (CTAs) of a head, W warps and one place for the new
 position, T tasks (a warp's blocks), D a head's dims.
 """
 
@@ -58,19 +58,15 @@ def unpack_units(packed: Tensor, groups: int, chunks: int) -> Tensor:
 
 
 def multiply(units: Tensor, x_bk: Tensor) -> Tensor:
-    """[B, rows] float32 = x [B, columns] bf16 times the stage's matrix."""
+    """[B, rows] float32 = x [B, columns] bf16 times the stage's matrix. Needs 128 bytes a row, chunk and sequence."""
     _, _, groups, chunks, _, _ = units.shape
-    outs = []
-    for x_k in x_bk:
-        padded = x_k.new_zeros(chunks * UNIT_COLS)
-        padded[: x_k.numel()] = x_k
-        x = padded.float().view(chunks, 2, 32, 8)
-        lanes = torch.zeros(units.shape[2:], dtype=torch.float32, device=units.device)
-        for half in range(2):
-            for column in range(8):
-                lanes = lanes + units[half, column].float() * x[:, half, :, column].unsqueeze(1)
-        outs.append(ordered_sum(tree_sum(lanes), 1).reshape(groups * UNIT_ROWS))
-    return torch.stack(outs)
+    batch, columns = x_bk.shape
+    x = torch.nn.functional.pad(x_bk.float(), (0, chunks * UNIT_COLS - columns)).view(batch, 1, chunks, 1, 2, 32, 8)
+    lanes = torch.zeros(batch, *units.shape[2:], dtype=torch.float32, device=units.device)
+    for half in range(2):
+        for column in range(8):
+            lanes.addcmul_(units[half, column].float(), x[..., half, :, column])  # a product of two bf16 is exact
+    return ordered_sum(tree_sum(lanes), 2).reshape(batch, groups * UNIT_ROWS)
 
 
 @dataclass
@@ -82,6 +78,15 @@ class StageOutputs:
     mid: list[Tensor] = field(default_factory=list)  # [B, hidden] float32, after o
     hidden: list[Tensor] = field(default_factory=list)  # [B, ffn] bf16
     out: list[Tensor] = field(default_factory=list)  # [B, hidden] float32, after down
+
+
+@dataclass
+class _Run:
+    """Positions of one sequence that see equally many blocks of its cache, and how CTAs share these."""
+
+    sequence: int
+    positions: list[int]
+    split: list[tuple[int, int]]
 
 
 class DecodeTwin:
@@ -98,12 +103,34 @@ class DecodeTwin:
     @torch.no_grad()
     def step(self, tokens_b: Tensor, positions: list[int]) -> tuple[Tensor, StageOutputs]:
         """Logits [B, V] float32 and what the stages handed on; appends to its own caches."""
+        splits = attention_splits(self.shape, positions, self.decoder.grid, self.decoder.min_blocks)
+        runs = [_Run(b, [past], split) for b, (past, split) in enumerate(zip(positions, splits, strict=True))]
+        return self._run(tokens_b, runs)
+
+    @torch.no_grad()
+    def steps(self, tokens: Tensor, first: int) -> Tensor:
+        """Logits [steps, V] of a decoder of one sequence that is fed `tokens` [steps] from position `first` on.
+
+        The same as so many calls of `step`, but positions that see equally many blocks of the cache run together.
+        """
+        assert self.decoder.batch == 1
+        block, logits, done = block_positions(self.shape), [], 0
+        while done < len(tokens):
+            past = first + done
+            count = min(block - (past - 1) % block, len(tokens) - done)
+            split = attention_splits(self.shape, [past], self.decoder.grid, self.decoder.min_blocks)[0]
+            run = _Run(0, list(range(past, past + count)), split)
+            logits.append(self._run(tokens[done : done + count], [run])[0])
+            done += count
+        return torch.cat(logits)
+
+    def _run(self, tokens_b: Tensor, runs: list["_Run"]) -> tuple[Tensor, StageOutputs]:
         stages, norms = StageOutputs(), self.decoder.norms
         residual = self.decoder.embed[tokens_b.long()].float()
         for layer in range(self.shape.num_layers):
             units = self._units[4 * layer : 4 * layer + 4]
             stages.qkv.append(self._normalised_product(units[0], residual, norms[2 * layer]))
-            stages.attention.append(self._attention(stages.qkv[-1], layer, positions))
+            stages.attention.append(self._attention(stages.qkv[-1], layer, runs))
             residual = residual + multiply(units[1], stages.attention[-1])
             stages.mid.append(residual)
             rows = self._normalised_product(units[2], residual, norms[2 * layer + 1])
@@ -132,33 +159,40 @@ class DecodeTwin:
         mean = true_divide(squares, float(count)) + to_float32(self.shape.eps)
         return torch.ones_like(mean) / mean.double().sqrt().float()  # torch's float32 sqrt on a CPU is 1 ulp off at times
 
-    def _attention(self, qkv: Tensor, layer: int, positions: list[int]) -> Tensor:
+    def _attention(self, qkv: Tensor, layer: int, runs: list["_Run"]) -> Tensor:
         s, d = self.shape, self.decoder
-        splits = attention_splits(s, positions, d.grid, d.min_blocks)
-        outs = []
-        for b, past in enumerate(positions):
-            q, k, v = qkv[b].view(-1, s.head_dim).split([s.num_heads, s.num_kv_heads, s.num_kv_heads])
+        outs, done = [], 0
+        for run in runs:
+            rows = qkv[done : done + len(run.positions)].view(len(run.positions), -1, s.head_dim)
+            done += len(run.positions)
+            q, k, v = rows.split([s.num_heads, s.num_kv_heads, s.num_kv_heads], dim=1)
             if s.qk_norm:
                 assert d.qk_norms is not None
                 q, k = (self._head_norm(x, d.qk_norms[2 * layer + i]) for i, x in enumerate((q, k)))
+            past = torch.tensor(run.positions, device=qkv.device)
             q, k = (self._rotate(x, past).bfloat16() for x in (q, k))
-            v = v.bfloat16()
-            self.keys[layer, b, :, past], self.values[layer, b, :, past] = k, v
-            q_kgd = q.float().view(s.num_kv_heads, -1, s.head_dim)
-            outs.append(self._attend(q_kgd, self.keys[layer, b], self.values[layer, b], past, splits[b]).flatten())
-        return torch.stack(outs)
+            keys, values = self.keys[layer, run.sequence], self.values[layer, run.sequence]  # [K, positions, D]
+            keys[:, past], values[:, past] = k.transpose(0, 1), v.bfloat16().transpose(0, 1)
+            # The heads of all positions of the run are but more query heads of their KV head.
+            group = s.num_heads // s.num_kv_heads
+            q_krgd = q.float().view(len(past), s.num_kv_heads, group, s.head_dim).transpose(0, 1)
+            attended = self._attend(q_krgd.flatten(1, 2), keys, values, past.repeat_interleave(group), run.split)
+            outs.append(attended.unflatten(1, (len(past), group)).transpose(0, 1).flatten(1))
+        return torch.cat(outs)
 
-    def _head_norm(self, x_hd: Tensor, norm_d: Tensor) -> Tensor:
-        squares = (x_hd * x_hd).view(x_hd.shape[0], -1, 32)
-        rstd = self._rstd(tree_sum(ordered_sum(squares, 1)), x_hd.shape[1])
-        return x_hd * rstd[:, None] * norm_d.float()
+    def _head_norm(self, x_rhd: Tensor, norm_d: Tensor) -> Tensor:
+        squares = (x_rhd * x_rhd).unflatten(-1, (-1, 32))
+        rstd = self._rstd(tree_sum(ordered_sum(squares, -2)), x_rhd.shape[-1])
+        return x_rhd * rstd[..., None] * norm_d.float()
 
-    def _rotate(self, x_hd: Tensor, position: int) -> Tensor:
-        cosine, sine = self.decoder.rope[position].chunk(2)
-        a, b = x_hd.chunk(2, dim=1)
-        return torch.cat([a * cosine - b * sine, b * cosine + a * sine], dim=1)
+    def _rotate(self, x_rhd: Tensor, positions_r: Tensor) -> Tensor:
+        cosine, sine = self.decoder.rope[positions_r][:, None].chunk(2, dim=-1)
+        a, b = x_rhd.chunk(2, dim=-1)
+        return torch.cat([a * cosine - b * sine, b * cosine + a * sine], dim=-1)
 
-    def _attend(self, q_kgd: Tensor, keys_ktd: Tensor, values_ktd: Tensor, past: int, split: list[tuple[int, int]]) -> Tensor:
+    def _attend(
+        self, q_kgd: Tensor, keys_ktd: Tensor, values_ktd: Tensor, past_g: Tensor, split: list[tuple[int, int]]
+    ) -> Tensor:
         """[K, G, D] bf16: softmax over the past and the new position, merged as the CTAs and warps of `split` do."""
         warps = self.decoder.layout.warps
         num_kv, group, dim = q_kgd.shape
@@ -175,13 +209,13 @@ class DecodeTwin:
                     tasks.append((slot, w, begin, end - begin))
                     there[slot, w] = True
         if tasks:
-            m, l, o = self._attend_tasks(q_kgd, keys_ktd, values_ktd, past, tasks)
+            m, l, o = self._attend_tasks(q_kgd, keys_ktd, values_ktd, past_g, tasks)
             slots, in_slot = [t[0] for t in tasks], [t[1] for t in tasks]
             parts_m[:, :, slots, in_slot], parts_l[:, :, slots, in_slot], parts_o[:, :, slots, in_slot] = m, l, o
-        lanes = (q_kgd * keys_ktd[:, None, past].float()).view(num_kv, group, -1, 32)
+        lanes = (q_kgd * keys_ktd[:, past_g].float()).view(num_kv, group, -1, 32)
         parts_m[:, :, -1, warps] = tree_sum(ordered_sum(lanes, 2)) * score_scale(self.shape)
         parts_l[:, :, -1, warps] = 1.0
-        parts_o[:, :, -1, warps] = values_ktd[:, None, past].float()
+        parts_o[:, :, -1, warps] = values_ktd[:, past_g].float()
         there[-1, warps] = True
 
         m = parts_m.amax(3)
@@ -193,13 +227,13 @@ class DecodeTwin:
             o = torch.where(here[:, None], o + parts_o[..., w, :] * weights[..., w, None], o)
         attended = (o / l[..., None]).bfloat16().float()  # [K, G, S, D]: what each CTA publishes, with m and l
         weights = exp2_exact(m - m.amax(2, keepdim=True)) * l
-        lanes = dim // 8  # that share a head where these are merged; a lane weighs several slots
-        padded = torch.nn.functional.pad(weights, (0, MAX_SLOTS - len(split))).unflatten(-1, (-1, lanes))
+        sharing = dim // 8  # lanes that share a head where these are merged; each weighs several slots
+        padded = torch.nn.functional.pad(weights, (0, MAX_SLOTS - len(split))).unflatten(-1, (-1, sharing))
         weights = weights / tree_sum(ordered_sum(padded, 2))[..., None]
         return ordered_sum(attended * weights[..., None], 2).bfloat16()
 
     def _attend_tasks(
-        self, q_kgd: Tensor, keys_ktd: Tensor, values_ktd: Tensor, past: int, tasks: list[tuple[int, int, int, int]]
+        self, q_kgd: Tensor, keys_ktd: Tensor, values_ktd: Tensor, past_g: Tensor, tasks: list[tuple[int, int, int, int]]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Each warp's online softmax: m, l [K, G, T] and o [K, G, T, D]."""
         num_kv, group, dim = q_kgd.shape
@@ -213,7 +247,7 @@ class DecodeTwin:
             active = torch.tensor([turn < count for _, _, _, count in tasks], device=device)
             first = torch.tensor([(begin + min(turn, count - 1)) * block for _, _, begin, count in tasks], device=device)
             index = first[:, None] + torch.arange(block, device=device)  # [T, block]
-            live = (index < past) & active[:, None]
+            live = (index < past_g[:, None, None]) & active[:, None]  # [G, T, block]
             keys = keys_ktd[:, index].float().view(num_kv, 1, len(tasks), 8, per_pass, lanes, 8)
             dots = torch.zeros_like(keys[..., 0]).expand(-1, group, -1, -1, -1, -1)
             for e in range(8):
@@ -225,7 +259,8 @@ class DecodeTwin:
             m, l_lanes, o_lanes = top, l_lanes * shrink[..., None], o_lanes * shrink[..., None, None]
             p = torch.where(live, exp2_exact(scores - m[..., None]).bfloat16().float(), 0.0)
             l_lanes = l_lanes + p
-            values = torch.where(live[..., None], values_ktd[:, index].float(), 0.0)  # [K, T, block, D]
+            written = (index < past_g.max()) & active[:, None]  # beyond may be NaNs
+            values = torch.where(written[..., None], values_ktd[:, index].float(), 0.0)  # [K, T, block, D]
             values = values.view(num_kv, 1, len(tasks), 8, per_pass, dim)
             p = p.view(num_kv, group, len(tasks), 8, per_pass, 1)
             for turn_in_block in range(8):

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from tkcc.kernels import nvrtc
 from tkcc.kernels.decode_plan import (
+    MAX_SLOTS,
     UNIT_BYTES,
     UNIT_COLS,
     UNIT_ROWS,
-    MAX_SLOTS,
     Layout,
     block_positions,
     divide_row_groups,
@@ -40,7 +40,7 @@ class Params(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in _POINTERS),
         *((name, ctypes.c_int) for name in ("cta_is_multiprocessor", "kv_capacity", "num_steps", "min_blocks")),
-        *((name, ctypes.c_uint32) for name in ("max_spins", "back_off_ns")),
+        ("max_spins", ctypes.c_uint32),
     )
 
 
@@ -121,8 +121,8 @@ class PersistentDecode:
         self.layout = layout or fit_layout(shape, batch)
         self.grid = grid or torch.cuda.get_device_properties(self.device).multi_processor_count
         self.cta_is_multiprocessor = speeds is not None
-        self.min_blocks = 1
-        self.max_spins, self.back_off_ns = 20_000_000, 0
+        self.min_blocks = self.layout.warps  # of the cache, that a CTA should have: one for each warp
+        self.max_spins = 20_000_000  # looks at a word before a launch is given up as stuck
         if self.grid < batch * shape.num_kv_heads:
             raise ValueError(f"{batch} x {shape.num_kv_heads} KV heads need as many CTAs, but the grid has {self.grid}")
         block = block_positions(shape)
@@ -210,7 +210,6 @@ class PersistentDecode:
             num_steps=num_steps,
             min_blocks=self.min_blocks,
             max_spins=self.max_spins,
-            back_off_ns=self.back_off_ns,
         )
 
     def run(self, num_steps: int, out_tokens: Tensor, with_logits: bool = False) -> None:

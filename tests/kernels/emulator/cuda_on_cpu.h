@@ -201,7 +201,6 @@ DEVICE u32 load_acquire(const u32* from) { return *from; }
 DEVICE void prefetch_l2(const void*) {}
 DEVICE void prefetch_l2_to_stay(const void*) {}
 DEVICE void fence_async_proxy() {}
-DEVICE void back_off(u32) {}
 template <int COUNT>
 DEVICE void take_registers() {}
 template <int COUNT>

@@ -65,7 +65,7 @@ DEVICE void attention_inputs(const Params& p, Shared& s, const Exchange& exchang
 // the lanes are summed for all passes and heads at once: partners trade halves of what they have, so few shuffles wait.
 DEVICE void block_scores(const U4* keys, const float (&q)[G][8], int lane, float* scratch) {
   constexpr int GP = G == 1 && LANES == 8 ? 1 : G <= 2 ? 2 : G <= 4 ? 4 : 8;  // heads in that tree
-  constexpr int PASSES = TKCC_PASSES, DOTS = PASSES * GP;        // at once: a register for each dot product
+  constexpr int PASSES = 2, DOTS = PASSES * GP;  // passes whose lanes are summed at once
   constexpr int LEVELS = LANES == 8 ? 3 : 4, KEPT = DOTS >> LEVELS > 0 ? DOTS >> LEVELS : 1;
   const int same = DOTS >> LEVELS > 0 ? 0 : lane & ((1 << LEVELS) - DOTS) & ((1 << LEVELS) - 1);  // lanes that end with the same one: all but the first are silent
 #pragma unroll 1
@@ -155,7 +155,7 @@ DEVICE void attend_blocks(Shared& s, Stream& stream, int begin, int end, int pas
     }
     sync_warp();
     const U4* values = stream.wait();
-#pragma unroll TKCC_PASSES
+#pragma unroll 2
     for (int pass = 0; pass < 8; ++pass) {
       const int position = pass * PER_PASS + lane / LANES;
       U4 pairs = values[pass * 32 + lane];
@@ -240,7 +240,7 @@ DEVICE void publish_attended(Shared& s, const Exchange& exchange, const Role& ro
     const float weight = there ? exp2_exact(sub_rn(m, top)) : 0.0f, weighed_l = there ? mul_rn(mine[HD + 1], weight) : 0.0f;
     const u32 all_there = warp_ballot(there);
     float o = 0.0f, l = 0.0f;
-#pragma unroll 3
+#pragma unroll
     for (int w = 0; w <= NW; ++w) {
       const float partial = all_there >> w & 1 ? s.attend[w][h * (HD + 2) + d] : 0.0f;
       o = add_rn(o, mul_rn(partial, shuffle_from(weight, w)));
@@ -253,11 +253,9 @@ DEVICE void publish_attended(Shared& s, const Exchange& exchange, const Role& ro
   // Slots that have no CTA in this step must be empty in the next one, if they have one then.
   constexpr int VECTORS = SLOT_WORDS / 4;
   const int unused = (MAX_SLOTS - 1 - role.slot) / role.slots;  // slots role.slot + role.slots, + 2 role.slots, ...
-#ifndef TKCC_NOCLEAR
 #pragma unroll 1
   for (int i = threadIdx.x; i < unused * VECTORS; i += NT)
     exchange.empty4(slots + (role.slot + (1 + i / VECTORS) * role.slots) * SLOT_WORDS + i % VECTORS * 4);
-#endif
 }
 
 DEVICE void attention(const Params& p, Shared& s, Stream& stream, const Exchange& exchange, const Role& role,
@@ -281,7 +279,6 @@ DEVICE void attention(const Params& p, Shared& s, Stream& stream, const Exchange
   TRACE(12);
   publish_attended(s, exchange, role, exchange.at(layer, AT_ATTENTION) + (role.b * K + role.kv_head) * MAX_SLOTS * SLOT_WORDS);
   TRACE(14);
-  if (has_new) fence_async_proxy();  // the cache's new row will be read by bulk copies in later steps
   // The scratch is used again in the next layer, many barriers from here.
 }
 

@@ -82,6 +82,7 @@ DEVICE u64 warp_best(u64 best) {
 // All CTAs have their candidates; picks the same tokens in each, and orders all that a step wrote before the next.
 DEVICE void end_step(const Params& p, Shared& s, u64 (&best)[B], int step, u32 tag) {
   const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
+  fence_async_proxy();  // the cache's new rows will be read by bulk copies
 #pragma unroll
   for (int b = 0; b < B; ++b) {
     u64 of_warp = warp_best(best[b]);
@@ -120,6 +121,20 @@ DEVICE void end_step(const Params& p, Shared& s, u64 (&best)[B], int step, u32 t
   sync_first(NT);
 }
 
+// Brings the words that this CTA will write next into L2: a line that is not there when a few of its words are written
+// comes from memory before anyone can read them, behind all the weights that are on their way.
+DEVICE void touch_outputs(const Exchange& exchange, const Part* parts, const Role& role, int layer, const u32* words) {
+  const u32* next = layer + 1 < L ? words + LAYER_WORDS : exchange.now + exchange.other;  // QKV and O come in the next layer
+  const int tid = threadIdx.x;
+  if (tid < 8) {
+    const int kind = tid / 2, per_group = kind == GATE_UP_STAGE ? 1 : UNIT_ROWS;
+    const u32* at = kind == QKV_STAGE ? next + AT_QKV : kind == O_STAGE ? next + AT_MID : kind == GATE_UP_STAGE ? words + AT_HIDDEN : words + AT_OUT;
+    prefetch_l2_to_stay(at + parts[kind].first_group * per_group + (tid & 1 ? parts[kind].groups * per_group - 1 : 0));
+  } else if (tid < 8 + SLOT_WORDS / 32 && role.b >= 0) {
+    prefetch_l2_to_stay(next + AT_ATTENTION + ((role.b * K + role.kv_head) * MAX_SLOTS + role.slot) * SLOT_WORDS + (tid - 8) * 32);
+  }
+}
+
 // Everything but loading: all stages of all layers, for each step.
 DEVICE void compute_steps(const Params& p, Shared& s, u32 steps_done) {
   const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, cta = s.cta;
@@ -130,7 +145,7 @@ DEVICE void compute_steps(const Params& p, Shared& s, u32 steps_done) {
   for (int step = 0; step < p.num_steps; ++step) {
     const u32 parity = (steps_done + step) & 1, tag = steps_done + step + 1;
     const Exchange exchange{p.exchange + parity * PARITY_WORDS, parity ? -(long long)PARITY_WORDS : (long long)PARITY_WORDS,
-                            p.max_spins, p.back_off_ns, p.report};
+                            p.max_spins, p.report};
     if (tid == 0) {
       s.role[step & 1] = attention_role(s.position, cta, gridDim.x, p.min_blocks, s.slots);
       barrier_arrive(&s.role_known);
@@ -162,15 +177,7 @@ DEVICE void compute_steps(const Params& p, Shared& s, u32 steps_done) {
       Rows rows{};  // or the compiler keeps the last stage's
       if (span.first < span.end) rows.take(stream);  // before the input is there: the sooner memory has room to load into
       TRACE(7);
-#ifdef TKCC_TOUCH
-      if (kind == GATE_UP_STAGE && tid < 8) {
-        const u32* next = layer + 1 < L ? words + LAYER_WORDS : exchange.now + exchange.other;
-        const int which = tid / 2, per = which == GATE_UP_STAGE ? 1 : 4;
-        const Part& of = parts[which];
-        const u32* at = which == QKV_STAGE ? next + AT_QKV : which == O_STAGE ? next + AT_MID : which == GATE_UP_STAGE ? words + AT_HIDDEN : words + AT_OUT;
-        prefetch_l2_to_stay(at + of.first_group * per + (tid & 1 ? of.groups * per - 1 : 0));
-      }
-#endif
+      if (kind == GATE_UP_STAGE) touch_outputs(exchange, parts, role, layer, words);
       Input input{s, exchange, nullptr, 100 * (kind + 1) + layer};
       if (kind == O_STAGE) {
         gather_attended(s, exchange, words + AT_ATTENTION, input.where);

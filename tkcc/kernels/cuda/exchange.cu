@@ -8,7 +8,7 @@ constexpr u32 EMPTY = 0xffffffffu;
 struct Exchange {
   u32* now;         // this step's copy
   long long other;  // words from it to the other copy
-  u32 max_spins, back_off_ns;
+  u32 max_spins;
   u32* report;
 
   DEVICE u32* at(int layer, int offset) const { return now + layer * LAYER_WORDS + offset; }
@@ -37,14 +37,12 @@ struct Exchange {
     u32 spins = 0;
     while (v.x == EMPTY || v.y == EMPTY || v.z == EMPTY || v.w == EMPTY) {
       watchdog(spins, max_spins, report, where);
-      back_off(back_off_ns);
       v = load_relaxed4(words);
     }
   }  DEVICE void finish2(U2& v, const u32* words, int where) const {
     u32 spins = 0;
     while (v.x == EMPTY || v.y == EMPTY) {
       watchdog(spins, max_spins, report, where);
-      back_off(back_off_ns);
       v = load_relaxed2(words);
     }
   }

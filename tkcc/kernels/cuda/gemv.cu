@@ -111,9 +111,12 @@ DEVICE void multiply(Stream& stream, const Span& span, Rows& rows, float* part, 
   U4 ahead[B][2];
 #pragma unroll
   for (int i = 0; i < 2 * B; ++i) ahead[i / 2][i % 2] = input.look(i / 2, chunk, i % 2, lane);
-  float* to = part + span.first * SUMS + reduced_index<SUMS>(lane % SUMS);  // units of a run lie SUMS apart
+  const int index = reduced_index<TOGETHER * SUMS>(lane % (TOGETHER * SUMS));
+  float* to = part + span.first * SUMS + index;  // units of a run lie SUMS apart
   int in_chunk = 0, next_count = min(left, span.groups - span.group);
   Slice slice;
+  float both[TOGETHER * SUMS];
+  bool second = false;  // of the units that are summed together
 #pragma unroll 1
   while (true) {
     if (in_chunk == 0) {  // on to the next slice of the input
@@ -135,9 +138,22 @@ DEVICE void multiply(Stream& stream, const Span& span, Rows& rows, float* part, 
     rows.multiply(slice, sums);
     --in_chunk, --left;
     if (left) rows.load(stream.wait(), lane);  // on its way while the lanes are summed
-    reduce_over_lanes<SUMS>(sums, lane);
-    if (lane < SUMS) *to = sums[0];
-    to += SUMS;
+    if (second || TOGETHER == 1 || left == 0) {
+#pragma unroll
+      for (int i = 0; i < SUMS; ++i) {
+        if (TOGETHER == 1 || !second) both[i] = sums[i];
+        if (TOGETHER == 2) both[(TOGETHER - 1) * SUMS + i] = sums[i];
+      }
+      reduce_over_lanes<TOGETHER * SUMS>(both, lane);
+      const bool mine = lane < TOGETHER * SUMS && (TOGETHER == 1 || second || index < SUMS);
+      if (mine) *to = both[0];
+      to += TOGETHER * SUMS;
+      second = false;
+    } else {
+#pragma unroll
+      for (int i = 0; i < SUMS; ++i) both[i] = sums[i];
+      second = true;
+    }
     if (left == 0) break;
     stream.release();
   }

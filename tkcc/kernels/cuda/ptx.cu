@@ -88,9 +88,6 @@ DEVICE void fence_async_proxy() { asm volatile("fence.proxy.async;" ::: "memory"
 DEVICE void pause(bool idle) {  // of the loading warp: leave issue slots to the others
   if (idle) asm volatile("nanosleep.u32 20;");
 }
-DEVICE void back_off(u32 ns) {
-  if (ns) asm volatile("nanosleep.u32 %0;" ::"r"(ns));
-}
 
 // --- mbarriers and bulk copies into shared memory.
 DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }

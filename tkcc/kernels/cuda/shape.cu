@@ -6,9 +6,9 @@ constexpr float EPS = TKCC_EPS, SCORE_SCALE = TKCC_SCORE_SCALE;  // 1 / sqrt(HD)
 constexpr int NW = TKCC_WARPS, NT = NW * 32, SLOTS = TKCC_SLOTS;
 constexpr int THREADS = NT + 128;  // and the loading warpgroup
 constexpr int PART_FLOATS = TKCC_PART_FLOATS;
-#ifndef TKCC_PASSES
-#define TKCC_PASSES 2
-#endif
+// Loads of one ring that may be on their way at once. More do not come faster, but stand in the way of what CTAs hand to
+// each other: with 6, reading a word in L2 takes 1,300 cycles while weights stream, with 3 it takes 300 (H200).
+constexpr int IN_FLIGHT = 3;
 
 constexpr int G = H / K;           // query heads of one KV head
 constexpr int AW = H * HD;         // width of the attention output
@@ -20,6 +20,7 @@ constexpr int ND = ceil_div(D, UNIT_COLS), NA = ceil_div(AW, UNIT_COLS), NF = ce
 constexpr int NX = ND > NA ? ND : NA;
 constexpr int BP = B <= 1 ? 1 : B <= 2 ? 2 : B <= 4 ? 4 : 8;  // batch in the reduction tree
 constexpr int SUMS = UNIT_ROWS * BP;                            // sums one unit yields
+constexpr int TOGETHER = SUMS <= 8 ? 2 : 1;  // units whose lanes are summed at once: shuffles have a long way
 constexpr int GROUPS_QKV = QKV / 4, GROUPS_O = D / 4, GROUPS_GU = F / 2, GROUPS_DOWN = D / 4;
 constexpr int BLOCK = UNIT_BYTES / 2 / HD;  // positions of one key or value unit
 constexpr int LANES = HD / 8;               // lanes that share one position, 8 dims each
@@ -70,7 +71,7 @@ struct Params {
   int kv_capacity;         // positions, a multiple of BLOCK
   int num_steps;
   int min_blocks;          // blocks a CTA should have before a head is split over another one
-  u32 max_spins, back_off_ns;
+  u32 max_spins;
 };
 
 static_assert(sizeof(Params) == TKCC_PARAMS_BYTES, "the host's Params has other fields");

@@ -80,12 +80,10 @@ DEVICE void load_streams(const Params& p, Shared& s, int lane) {
       }
     }
     bool free = more && left > 0 && barrier_test(&s.empty[lane][slot], parity);
-#ifdef TKCC_IN_FLIGHT
-    if (free) {  // and the load so many before this one has arrived
-      const int before = slot < TKCC_IN_FLIGHT ? slot - TKCC_IN_FLIGHT + SLOTS : slot - TKCC_IN_FLIGHT;
+    if (IN_FLIGHT < SLOTS && free) {  // and the load that many before this one has arrived
+      const int before = slot < IN_FLIGHT ? slot - IN_FLIGHT + SLOTS : slot - IN_FLIGHT;
       free = barrier_test(&s.full[lane][before], before < slot ? parity ^ 1 : parity);
     }
-#endif
     if (free) {
       u8* to = s.ring[lane][slot];
 #ifdef TKCC_TENSOR_COPIES

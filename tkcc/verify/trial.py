@@ -25,7 +25,7 @@ from tkcc.verify.model import TierModel
 from tkcc.verify.speed import Agreement, Pairing, SpeedTest, Timing, WrongOutputError
 
 ROTATE_PAIRS = 12  # fresh runners after so many pairs: one pair of processes has luck that the code has not
-ESTIMATE_MIN_PAIRS, ESTIMATE_S = 8, 120.0
+ESTIMATE_MIN_PAIRS, ESTIMATE_S = 8, 60.0
 ESTIMATE_WIDTH, ESTIMATE_WIDTH_RATIO = 0.01, 0.05  # of the 95 % interval: log-gain, or share of the gain
 STEP_FACTOR, STEP_FLOOR_S = 10.0, 2.0  # a step's deadline: this times the incumbent's, plus this
 

@@ -8,7 +8,7 @@ import json
 import platform
 import statistics
 import subprocess
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -143,9 +143,8 @@ class StaticCache:
         return logits
 
 
-def bench_ours(shape: DecodeShape, weights: dict[str, Tensor], contexts: Sequence[int], runs: int) -> list[Row]:
+def bench_ours(shape: DecodeShape, weights: dict[str, Tensor], contexts: Sequence[int], runs: int) -> Iterator[list[Row]]:
     """At each context the read ceiling, and our step with many steps a launch and with one."""
-    rows: list[Row] = []
     ours = PersistentDecode(shape, weights, kv_capacity=max(contexts) + 2 * STEPS)
     for cache in (ours.keys, ours.values):
         cache.normal_()
@@ -157,7 +156,7 @@ def bench_ours(shape: DecodeShape, weights: dict[str, Tensor], contexts: Sequenc
         reads = [[t / STEPS for t in time_ms(partial(r.run, parts, STEPS), runs)] for r in readers]
         best = min(reads, key=statistics.median)
         ceiling = statistics.median(best)
-        rows.append(make_row("read_ceiling", "decode", context, best, 1, ceiling))
+        rows = [make_row("read_ceiling", "decode", context, best, 1, ceiling)]
         rows[-1]["TBps"] = round((parts[0][1] + 2 * kv) / ceiling / 1e9, 3)
 
         def together(context: int = context) -> None:
@@ -171,16 +170,16 @@ def bench_ours(shape: DecodeShape, weights: dict[str, Tensor], contexts: Sequenc
 
         for name, run in (("tkcc", together), ("tkcc_launch_per_step", apart)):
             rows.append(make_row(name, "decode", context, [t / STEPS for t in time_ms(run, runs)], 1, ceiling))
-        print_rows(rows[-3:])
-    return rows
+        yield rows
 
 
-def bench_decode(shape: DecodeShape, weights: dict[str, Tensor], contexts: Sequence[int], runs: int, skip: Set[str]) -> list[Row]:
+def bench_decode(shape: DecodeShape, weights: dict[str, Tensor], contexts: Sequence[int], runs: int, skip: Set[str]) -> Iterator[list[Row]]:
     """Rows of all candidates at each context, against the ceiling measured in this run."""
-    rows = bench_ours(shape, weights, contexts, runs)
-    torch.cuda.empty_cache()
-    for context in contexts:
-        ceiling = next(r["ms_median"] for r in rows if r["candidate"] == "read_ceiling" and r["context"] == context)
+    ceilings = {}
+    for rows in bench_ours(shape, weights, contexts, runs):
+        ceilings[rows[0]["context"]] = rows[0]["ms_median"]
+        yield rows
+    for context, ceiling in ceilings.items():
         for name in ("cuda_graph", "static_cache", "compile"):
             if name in skip:
                 continue
@@ -202,9 +201,7 @@ def bench_decode(shape: DecodeShape, weights: dict[str, Tensor], contexts: Seque
             with torch.no_grad():
                 graphed = GraphedStep(step, capture=name != "compile")
                 times = time_ms(partial(graphed.run, context), runs)
-            rows.append(make_row(name, "decode", context, [t / STEPS for t in times], 1, ceiling))
-            print_rows(rows[-1:])
-    return rows
+            yield [make_row(name, "decode", context, [t / STEPS for t in times], 1, ceiling)]
 
 
 class Prefill:
@@ -267,22 +264,21 @@ class Prefill:
         self._graph.replay()
 
 
-def bench_prefill(shape: DecodeShape, weights: dict[str, Tensor], lengths: Sequence[int], runs: int) -> list[Row]:
+def bench_prefill(shape: DecodeShape, weights: dict[str, Tensor], lengths: Sequence[int], runs: int) -> Iterator[list[Row]]:
     """`sdpa_compiled`: projections as checkpoints have them; `tkcc`: per cell the faster of that and of fused ones."""
-    rows = []
     for length in lengths:
+        torch.cuda.empty_cache()
         times = {}
         for fused in (False, True):
             torch._dynamo.reset()
             prefill = Prefill(shape, weights, length, fused)
             times[fused] = time_ms(prefill.run, runs)
             del prefill
-        rows.append(make_row("sdpa_compiled", "prefill", length, times[False], length, None))
+        rows = [make_row("sdpa_compiled", "prefill", length, times[False], length, None)]
         fused_wins = statistics.median(times[True]) < statistics.median(times[False])
         rows.append(make_row("tkcc", "prefill", length, times[fused_wins], length, None))
         rows[-1]["choice"] = "fused projections" if fused_wins else "as sdpa_compiled"
-        print_rows(rows[-2:])
-    return rows
+        yield rows
 
 
 def print_rows(rows: Sequence[Row]) -> None:
@@ -314,9 +310,16 @@ def bench(
     """Measures and prints all rows; writes the JSON that docs/log.md refers to. Takes minutes."""
     shape = SHAPES[model]
     weights = random_weights(shape, seed=1, device="cuda")
-    rows = bench_decode(shape, weights, contexts, runs, skip)
-    torch.cuda.empty_cache()
-    rows += bench_prefill(shape, weights, prefill, runs)
+    rows: list[Row] = []
+    for part in (bench_decode(shape, weights, contexts, runs, skip), bench_prefill(shape, weights, prefill, runs)):
+        for more in part:
+            rows += more
+            print_rows(more)
+            if json_path:  # as soon as they are there: what is cut short keeps what it has
+                _write(json_path, rows, command, commit)
+
+
+def _write(path: Path, rows: list[Row], command: str, commit: str | None) -> None:
     add_ratios(rows)
     report = {
         "environment": {
@@ -333,9 +336,8 @@ def bench(
             "rows": rows,
         },
     }
-    if json_path:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        json_path.write_text(json.dumps(report, indent=1) + "\n")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def _head() -> str:

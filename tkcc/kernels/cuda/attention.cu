@@ -155,7 +155,7 @@ DEVICE void attend_blocks(Shared& s, Stream& stream, int begin, int end, int pas
     }
     sync_warp();
     const U4* values = stream.wait();
-#pragma unroll 2
+#pragma unroll 4
     for (int pass = 0; pass < 8; ++pass) {
       const int position = pass * PER_PASS + lane / LANES;
       U4 pairs = values[pass * 32 + lane];

@@ -201,11 +201,13 @@ DEVICE void compute_steps(const Params& p, Shared& s, u32 steps_done) {
         TRACE_SUM(3, stream.waited);
         sync_first(NT);
         TRACE(5);
-        if (kind == QKV_STAGE) publish_rows<QKV_STAGE>(p, s, exchange, pass, residual, early, words + AT_QKV);
-        if (kind == O_STAGE) publish_rows<O_STAGE>(p, s, exchange, pass, residual, early, words + AT_MID);
-        if (kind == GATE_UP_STAGE) publish_hidden(s, exchange, pass, words + AT_HIDDEN);
-        if (kind == DOWN_STAGE) publish_rows<DOWN_STAGE>(p, s, exchange, pass, residual, early, words + AT_OUT);
-        if (kind == HEAD_STAGE) rank_logits(s, pass, logits, best);
+        switch (kind) {
+          case QKV_STAGE: publish_rows<QKV_STAGE>(p, s, exchange, pass, residual, early, words + AT_QKV); break;
+          case O_STAGE: publish_rows<O_STAGE>(p, s, exchange, pass, residual, early, words + AT_MID); break;
+          case GATE_UP_STAGE: publish_hidden(s, exchange, pass, words + AT_HIDDEN); break;
+          case DOWN_STAGE: publish_rows<DOWN_STAGE>(p, s, exchange, pass, residual, early, words + AT_OUT); break;
+          default: rank_logits(s, pass, logits, best);
+        }
         if (done + per_pass < groups) {  // more row groups than shared memory has sums for
           span = span_of(groups - done - per_pass, chunks, warp);
           if (span.first < span.end) rows.take(stream);

@@ -111,14 +111,10 @@ DEVICE void multiply(Stream& stream, const Span& span, Rows& rows, float* part, 
   U4 ahead[B][2];
 #pragma unroll
   for (int i = 0; i < 2 * B; ++i) ahead[i / 2][i % 2] = input.look(i / 2, chunk, i % 2, lane);
-  const int index = reduced_index<TOGETHER * SUMS>(lane % (TOGETHER * SUMS));
-  float* to = part + span.first * SUMS + index;  // units of a run lie SUMS apart
+  float* to = part + span.first * SUMS;  // units of a run lie SUMS apart
   int in_chunk = 0, next_count = min(left, span.groups - span.group);
   Slice slice;
-  float both[TOGETHER * SUMS];
-  bool second = false;  // of the units that are summed together
-#pragma unroll 1
-  while (true) {
+  const auto one_unit = [&](float (&sums)[SUMS]) {
     if (in_chunk == 0) {  // on to the next slice of the input
       in_chunk = next_count;
 #pragma unroll
@@ -134,25 +130,27 @@ DEVICE void multiply(Stream& stream, const Span& span, Rows& rows, float* part, 
         for (int i = 0; i < 2 * B; ++i) ahead[i / 2][i % 2] = input.look(i / 2, chunk, i % 2, lane);
       }
     }
-    float sums[SUMS];
     rows.multiply(slice, sums);
     --in_chunk, --left;
     if (left) rows.load(stream.wait(), lane);  // on its way while the lanes are summed
-    if (second || TOGETHER == 1 || left == 0) {
+  };
+#pragma unroll 1
+  while (true) {
+    float sums[SUMS];
+    one_unit(sums);
+    if (TOGETHER == 1 || left == 0) {
+      reduce_over_lanes<SUMS>(sums, lane);
+      if (lane < SUMS) to[reduced_index<SUMS>(lane)] = sums[0];
+      to += SUMS;
+    } else {  // the lanes of two units are summed at once: shuffles have a long way
+      stream.release();
+      float more[SUMS], both[2 * SUMS];
+      one_unit(more);
 #pragma unroll
-      for (int i = 0; i < SUMS; ++i) {
-        if (TOGETHER == 1 || !second) both[i] = sums[i];
-        if (TOGETHER == 2) both[(TOGETHER - 1) * SUMS + i] = sums[i];
-      }
-      reduce_over_lanes<TOGETHER * SUMS>(both, lane);
-      const bool mine = lane < TOGETHER * SUMS && (TOGETHER == 1 || second || index < SUMS);
-      if (mine) *to = both[0];
-      to += TOGETHER * SUMS;
-      second = false;
-    } else {
-#pragma unroll
-      for (int i = 0; i < SUMS; ++i) both[i] = sums[i];
-      second = true;
+      for (int i = 0; i < SUMS; ++i) both[i] = sums[i], both[SUMS + i] = more[i];
+      reduce_over_lanes<2 * SUMS>(both, lane);
+      if (lane < 2 * SUMS) to[reduced_index<2 * SUMS>(lane)] = both[0];
+      to += 2 * SUMS;
     }
     if (left == 0) break;
     stream.release();

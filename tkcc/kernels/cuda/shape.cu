@@ -20,7 +20,7 @@ constexpr int ND = ceil_div(D, UNIT_COLS), NA = ceil_div(AW, UNIT_COLS), NF = ce
 constexpr int NX = ND > NA ? ND : NA;
 constexpr int BP = B <= 1 ? 1 : B <= 2 ? 2 : B <= 4 ? 4 : 8;  // batch in the reduction tree
 constexpr int SUMS = UNIT_ROWS * BP;                            // sums one unit yields
-constexpr int TOGETHER = SUMS <= 8 ? 2 : 1;  // units whose lanes are summed at once: shuffles have a long way
+constexpr int TOGETHER = SUMS <= 8 ? 2 : 1;  // units whose lanes are summed at once
 constexpr int GROUPS_QKV = QKV / 4, GROUPS_O = D / 4, GROUPS_GU = F / 2, GROUPS_DOWN = D / 4;
 constexpr int BLOCK = UNIT_BYTES / 2 / HD;  // positions of one key or value unit
 constexpr int LANES = HD / 8;               // lanes that share one position, 8 dims each

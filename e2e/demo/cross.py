@@ -71,7 +71,7 @@ async def measure(
     ratios = []
     async with _slow_tier(model_dir, spec) as tier:
         for workload, traffic in traffics.items():
-            body = {"workload": traffic.workload, "recording": traffic.recording}
+            body = {"workload": traffic.workload, "recording": traffic.recording, "estimatesOnly": True}
             await _call(tier, "PUT", "/v1/workload", body)  # against the baseline
             for artifact, candidate in candidates.items():
                 report = await _estimate(tier, candidate)

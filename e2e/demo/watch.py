@@ -99,9 +99,13 @@ class Watcher:
         digest = status.stable.digest or status.stable.artifact
         if len(digest) == 64 and (not story.revisions or story.revisions[-1] != digest):
             story.revisions.append(digest)
-            source = self.view.runs.get(status.stable.run)
+            source = self._finder(digest)
             if source:
                 story.compiled_for.setdefault(digest, source.workload)
+
+    def _finder(self, digest: str) -> SeenRun | None:
+        """The run that found this artifact, whether it went into service at once or was set aside and came back."""
+        return next((run for run in self.view.runs.values() if run.status.artifact == digest), None)
 
     async def _run(self, obj: JsonObject) -> None:
         name = obj["metadata"]["name"]

@@ -78,6 +78,19 @@ def test_a_workload_comes_with_its_incumbent(tier: TinyTier) -> None:
         assert info["incumbentDigest"] == (incumbent.digest if incumbent else info["baselineDigest"])
 
 
+def test_a_workload_for_estimates_only_decides_nothing(tier: TinyTier) -> None:
+    body = {"workload": to_dict(workload()), "recording": to_dict(recording())}
+    assert client(tier).put("/v1/workload", json=body | {"estimatesOnly": True}).status_code == 200
+    candidate = changed("    pass  # only sized")
+    report = tier.judge(candidate, pairs=2, stage="estimate")
+    assert report.pairs == 2 and report.correctness is None
+    refused = {"digest": candidate.digest, "stage": "screen", "ticket": TICKET}
+    answer = client(tier).post("/v1/judgements", json=refused)
+    assert answer.status_code == 409 and "for estimates only" in answer.json()["error"]
+    assert client(tier).put("/v1/workload", json=body).status_code == 200
+    tier.tier._await_state({"READY"}, 120)
+
+
 def test_an_incumbent_that_does_not_build_is_told(tier: TinyTier) -> None:
     body = {"workload": to_dict(workload()), "recording": to_dict(recording())}
     answer = client(tier).put("/v1/workload", json=body | {"incumbent": to_dict(Candidate("def build(:", {}))})

@@ -35,7 +35,7 @@ MIN_CHALLENGE_TOKENS, MAX_CHALLENGE_TOKENS = 400, 6000
 CHALLENGES_AHEAD = {"fast": 2, "slow": 1}
 BASELINE_RUNS = 4  # of the newest: the worst of ever more would grow for ever
 MAX_POSITIONS = 8192  # longer requests are cut: a tier's memory is bounded
-AA_PAIRS = 8
+AA_PAIRS, ESTIMATE_AA_PAIRS = 8, 3
 FIRST_STEP_S = 30.0  # a step's deadline before anything was measured
 
 
@@ -56,6 +56,7 @@ class Judge:
         self.device = roofline.measure(model.dtype, model.threads)
         self.plan: Plan | None = None
         self.contest: Contest | None = None
+        self.estimates_only = False
         self.challenges: deque[ReadyChallenge] = deque()
         self.baseline_errors: deque[Errors] = deque(maxlen=BASELINE_RUNS)  # in units of what is compared
         self._idle = ThreadPoolExecutor(1, initializer=_yield_to_all)  # priorities are a thread's
@@ -63,8 +64,11 @@ class Judge:
 
     # --- workload and incumbent ---
 
-    def take_workload(self, recording: Recording) -> Plan:
-        """Steps, cells and challenge size of these requests. Raises RefusalError if the judge itself is not fit."""
+    def take_workload(self, recording: Recording, estimates_only: bool = False) -> Plan:
+        """Steps, cells and challenge size of these requests. Raises RefusalError if the judge itself is not fit.
+
+        estimates_only: nothing will be decided, so no challenges are made and no noise floor is to be known well.
+        """
         model = self.model
         max_positions = min(MAX_POSITIONS, model.config.max_positions)
         cost_s = cost.fit(model, max_positions, recording.block_tokens)
@@ -75,7 +79,9 @@ class Judge:
         self.baseline = Local(model.config, model.everything, model.dtype, self.plan.geometry, model.threads)
         self.twin_permutation = secrets.randbits(62)
         self.baseline_errors.clear()
-        self._prove_reordering_passes()
+        self.estimates_only = estimates_only
+        limits = None if estimates_only else self._prove_reordering_passes()
+        self.agreement = self._agreement(limits)
         return self.plan
 
     def _challenge_tokens(self) -> int:
@@ -86,21 +92,23 @@ class Judge:
         tokens = int(REFERENCE_SHARE_S[self.tier] * len(probe) / (time.perf_counter() - start))
         return max(MIN_CHALLENGE_TOKENS, min(MAX_CHALLENGE_TOKENS, tokens))
 
-    def _prove_reordering_passes(self) -> None:
-        """Limits that refuse a right build would refuse every candidate."""
+    def _prove_reordering_passes(self) -> Limits:
+        """The first challenge set's limits. Limits that refuse a right build would refuse every candidate."""
         ready = self._make_challenge(None, self.twin_permutation)
         run = self._run_baseline(ready.set, permutation=secrets.randbits(62))
         failure = errors.failure(run.errors, ready.limits)
         if failure:
             raise RefusalError(Outcome.QUARANTINED, f"a reordered but equal build fails the limits: {failure}")
         self.challenges.append(ready)  # nobody has seen it
-        self.agreement = self._agreement(ready.limits)
+        return ready.limits
 
-    def _agreement(self, limits: Limits) -> Agreement:
+    def _agreement(self, limits: Limits | None) -> Agreement:
         """How far the outputs of timed steps may be apart: these have their own inputs, so their own errors."""
-        kv = max(limit / scale for limit, scale in zip(limits.kv_l, limits.kv_scale_l, strict=True))
-        allowed = Agreement(limits.logits.max / limits.logit_scale, kv).times(speed.AGREEMENT_FACTOR)
-        allowed = allowed.wider(Agreement.floor(self.model.dtype))
+        allowed = Agreement.floor(self.model.dtype)
+        if limits is not None:
+            kv = max(limit / scale for limit, scale in zip(limits.kv_l, limits.kv_scale_l, strict=True))
+            known = Agreement(limits.logits.max / limits.logit_scale, kv)
+            allowed = allowed.wider(known.times(speed.AGREEMENT_FACTOR))
         model, plan = self.model, self._need_plan()
         twin = Local(
             model.config,
@@ -132,7 +140,7 @@ class Judge:
         timing = Timing.of(plan.cells)
         with runners.open(digest) as a, runners.open(digest) as b, blame(b, incumbent=a):
             pairing = trial.pair(a, b, timing)
-            for _ in range(AA_PAIRS):
+            for _ in range(ESTIMATE_AA_PAIRS if self.estimates_only else AA_PAIRS):
                 pairing.run_pair(lambda _: FIRST_STEP_S)
         logs = [math.log(a / b) for a, b in timing.pairs]
         centre = median(logs)
@@ -198,7 +206,9 @@ class Judge:
 
     @property
     def has_room(self) -> bool:
-        return self.contest is not None and len(self.challenges) < CHALLENGES_AHEAD[self.tier]
+        if self.contest is None or self.estimates_only:
+            return False
+        return len(self.challenges) < CHALLENGES_AHEAD[self.tier]
 
     def take_ahead(self, wait: bool) -> bool:
         """Take over a set begun by `work_ahead`. Until it is done, nothing else here may run. True if none is left."""

@@ -93,7 +93,7 @@ def _handle(judge: Judge, link: SupervisorLink, message: Message) -> None:
     try:
         match message.op:
             case "workload":
-                plan = judge.take_workload(from_dict(Recording, body["recording"]))
+                plan = judge.take_workload(from_dict(Recording, body["recording"]), body["estimates_only"])
                 link.send("cells", **plan.describe())
             case "incumbent":
                 contest = judge.take_incumbent(body["digest"])

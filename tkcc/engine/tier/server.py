@@ -76,7 +76,7 @@ async def _put_workload(request: web.Request) -> web.Response:
     workload = from_dict(Workload, _need(body, "workload"))
     recording = from_dict(Recording, _need(body, "recording"))
     incumbent = from_dict(Candidate, body["incumbent"]) if body.get("incumbent") else None
-    await supervisor.put_workload(workload, recording, incumbent)
+    await supervisor.put_workload(workload, recording, incumbent, bool(body.get("estimatesOnly", False)))
     return web.json_response({"cells": supervisor.describe_cells(), "steps": supervisor.num_steps})
 
 

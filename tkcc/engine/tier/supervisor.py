@@ -188,14 +188,18 @@ class Supervisor:
         ]
         return "\n".join(lines) + "\n"
 
-    async def put_workload(self, workload: Workload, recording: Recording, incumbent: Candidate | None = None) -> None:
+    async def put_workload(
+        self, workload: Workload, recording: Recording, incumbent: Candidate | None = None, estimates_only: bool = False
+    ) -> None:
         """Turn recorded requests into steps and cells, and calibrate the judge on them, with the forward pass that
-        candidates must beat (None: the baseline revision). Raises TierError."""
+        candidates must beat (None: the baseline revision). estimates_only: sooner ready, but nothing can be decided.
+        Raises TierError."""
         if not recording.requests:
             raise TierError("the recording has no requests", 400)
         if self._current is not None or not self._queue.empty():
             raise TierError("judgements are under way: wait for them before changing the workload")
-        self._workload = {"workload": to_dict(workload), "recording": to_dict(recording)}
+        given = {"workload": to_dict(workload), "recording": to_dict(recording)}
+        self._workload = {**given, "estimates_only": estimates_only}
         self._workload_known = asyncio.get_running_loop().create_future()
         self.builds.clear()
         self._incumbent = None
@@ -249,6 +253,8 @@ class Supervisor:
             raise TierError(f"no candidate {digest[:16]} here: POST /v1/candidates first", 404)
         if build.state != "BUILT":
             raise TierError(f"candidate {digest[:16]} is {build.state}: {build.reason}")
+        if self._workload and self._workload["estimates_only"] and stage is not Stage.ESTIMATE:
+            raise TierError("the workload was given for estimates only")
         judgement = Judgement(f"j{next(self._ids)}", digest, stage, ticket)
         try:
             self._queue.put_nowait(judgement)

@@ -109,6 +109,7 @@ class GraphedReference:
     """The plain model's step of one sequence in a CUDA graph: launching its kernels one by one takes longer than they do."""
 
     def __init__(self, model: ReferenceDecode) -> None:
+        self.model = model  # the graph reads its weights and caches where they are now
         self.token, self.position = (torch.zeros(1, dtype=torch.int64, device="cuda") for _ in range(2))
         kept = [c[:, :, :, :1].clone() for c in (model.keys, model.values)]  # capturing appends at position 0
         side = torch.cuda.Stream()

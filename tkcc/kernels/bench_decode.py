@@ -195,8 +195,9 @@ def bench_decode(shape: DecodeShape, weights: dict[str, Tensor], contexts: Seque
                 rope = rope_table(shape, capacity, torch.device("cuda"))
                 step = ReferenceDecode(shape, weights, keys, values, rope).step
                 if name == "compile":
-                    for cache in (keys, values):  # or its graphs are skipped: "mutated inputs"
-                        torch._dynamo.mark_static_address(cache)
+                    # Or its graphs are skipped ("mutated inputs"), and the weights copied into them in each step.
+                    for tensor in (keys, values, rope, *weights.values()):
+                        torch._dynamo.mark_static_address(tensor)
                     step = torch.compile(step, mode="reduce-overhead")
             with torch.no_grad():
                 graphed = GraphedStep(step, capture=name != "compile")

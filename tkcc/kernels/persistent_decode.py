@@ -27,6 +27,7 @@ from tkcc.kernels.decode_plan import (
 )
 from tkcc.kernels.decode_shape import DecodeShape
 
+TRACE_EVENTS, TRACE_LOADS, TRACE_PROBES = 16, 1024, 4096  # of a warp's stage; of its stream; of a CTA: cuda/ptx.cu
 FILES = ("ptx.cu", "shape.cu", "math.cu", "exchange.cu", "stream.cu", "gemv.cu", "attention.cu", "decode.cu")
 
 
@@ -160,7 +161,8 @@ class PersistentDecode:
         self.report = torch.zeros(128, 4, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         self.trace = torch.zeros(0, dtype=torch.int64, device=self.device)
         if "-DTKCC_TRACE" in options:  # events of each stage and warp; loads of each warp's stream; probes of L2
-            words = self.grid * (self.layout.warps * (16 * (4 * shape.num_layers + 1) + 1024) + 4096)
+            of_warp = TRACE_EVENTS * (4 * shape.num_layers + 1) + TRACE_LOADS
+            words = self.grid * (self.layout.warps * of_warp + TRACE_PROBES)
             self.trace = torch.zeros(words, dtype=torch.int64, device=self.device)
         self._tensor_maps = None
         if "-DTKCC_TENSOR_COPIES" in options:

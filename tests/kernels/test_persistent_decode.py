@@ -69,7 +69,15 @@ def last_exchange(decoder: EmulatedDecode) -> dict[str, list[Tensor]]:
     "case, shape, past, layout, grid, min_blocks, steps",
     [
         ("a first token has no past", LLAMA, [0], SMALL, 3, 1, 2),
-        ("a head is split over CTAs, and the step crosses a block", LLAMA, [95], SMALL, 4, 1, 2),
+        (
+            "a head is split over CTAs, the step crosses a block",
+            LLAMA,
+            [95],
+            Layout(2, 5, 64),
+            4,
+            1,
+            2,
+        ),  # loads limited
         ("one CTA has all of a head", LLAMA, [70], Layout(warps=3, slots=2, part_floats=32), 2, 4, 1),
         ("heads of 128 with norms; two sequences", QWEN, [37, 16], SMALL, 5, 1, 2),
         ("three sequences of other lengths share one launch", LLAMA, [33, 0, 100], Layout(2, 3, 64), 5, 1, 1),

@@ -239,11 +239,22 @@ class Judge:
             self._progress(0, "SPEED")
             decision, test, timing = contest.trial.run(contest.digest, digest, ticket, stage == "estimate")
             report = self._with_timing(report, test, timing)
+            if stage == "estimate":
+                return self._sized(report, contest, timing)
             return self._verdict(report, contest, decision, timing, ticket)
         except RefusalError as refusal:
             return replace(report, outcome=refusal.outcome, reason=refusal.reason)
         except SupervisorError as err:
             return replace(report, outcome=Outcome.EXPIRED, reason=str(err))
+
+    def _sized(self, report: Report, contest: Contest, timing: Timing) -> Report:
+        """An estimate decides nothing; its outcome says whether the interval is above zero."""
+        alarm = above_roofline(contest.trial, self.device, timing)
+        if alarm:
+            return replace(report, outcome=Outcome.QUARANTINED, reason=alarm)
+        percent = [100 * math.expm1(x) for x in (report.log_gain, report.log_gain_low, report.log_gain_high)]
+        reason = "{:+.1f} % [{:+.1f}, {:+.1f}] in {} pairs".format(*percent, report.pairs)
+        return replace(report, outcome=Outcome.ACCEPTED if report.log_gain_low > 0 else Outcome.FUTILE, reason=reason)
 
     def _verdict(self, report: Report, contest: Contest, decision: str, timing: Timing, ticket: AlphaTicket) -> Report:
         gain = f"{100 * math.expm1(report.log_gain):+.1f} %"

@@ -167,6 +167,22 @@ def test_aborts(story, names, case, behaviour, reason, weights):
     assert s.reasons().count("CanaryStarted") == 1, "it is asked for once, and tried once"
 
 
+def test_a_dtype_that_the_artifact_in_service_is_not_made_for_is_refused_and_serving_goes_on(story, names):
+    s = story()
+    s.add_artifact(names[0])
+    s.establish()
+    s.change({"rollout": {"artifact": names[0]}})
+    s.run(1)
+    s.settle()
+    assert s.status.stable.artifact == names[0]
+    before = s.world.stable.template
+    s.change({"rollout": {"artifact": names[0]}, "engine": {"dtype": "bfloat16"}})
+    s.run(10)
+    accepted = s.condition("Accepted")
+    assert (accepted.status, accepted.reason) == ("False", "InvalidSpec") and "baseline first" in accepted.message
+    assert s.condition("Ready").status == "True" and s.world.stable.template == before
+
+
 @pytest.mark.parametrize("limit", [0, 1, 3])
 def test_so_many_failed_measurements_are_forgiven_and_no_more(story, names, limit):
     patch = {"rollout": {"artifact": names[0], "analysis": {"failureLimit": limit}}}

@@ -1,5 +1,6 @@
 """One campaign over tables of verdicts: what is accepted, why nothing is, and what a kill at any point leaves."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from tkcc.api.run import RunOutcome
 from tkcc.worker.campaign import Budget, Campaign, Result, State
 from tkcc.worker.files import DirectorySink
 from tkcc.worker.journal import Journal
-from tkcc.worker.outcome import counts, run_result, saved_milli
+from tkcc.worker.outcome import counts, report, run_result, saved_milli
 
 CONTEXT = Context({}, "cpu", "float32", 1, ())
 IDENTITY = {"model": "m"}
@@ -65,6 +66,16 @@ def test_the_best_screened_candidate_is_accepted_on_the_slow_tier() -> None:
     }  # fmt: skip
     assert (counts(result.tried).evaluated, counts(result.tried).accepted, counts(result.tried).refused) == (4, 1, 2)
     assert run_result(result).gain_milli == saved_milli(0.3) == 259
+
+
+def test_what_is_served_is_built_for_the_cells_that_it_was_judged_at(tmp_path: Path) -> None:
+    from tkcc.engine.serve.loading import _judged_cells
+    from tkcc.models.forward import Cell
+
+    cell = {"phase": "decode", "batch": 2, "newTokens": 1, "contextTokens": 90, "weightRatio": 1.0}
+    told = report(run(("b",), GAINS, GAINS), {"fast": {}, "slow": {"cells": [cell]}}, 1.0, {})
+    (tmp_path / "report.json").write_text(json.dumps(told))
+    assert _judged_cells(tmp_path) == (Cell("decode", 2, 1, 90, 1.0),)
 
 
 def test_the_next_best_is_tried_when_the_slow_tier_refuses_the_best() -> None:

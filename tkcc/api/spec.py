@@ -57,7 +57,7 @@ class ModelSpec:
         Field(
             max_length=512,
             pattern=_PVC_URI,
-            description="Weights: pvc://CLAIM/PATH, a folder or GGUF file on a PersistentVolumeClaim of this "
+            description="Weights: pvc://CLAIM/PATH, a Hugging Face model's folder on a PersistentVolumeClaim of this "
             "namespace, mounted read-only. Cannot change: another model is another InferenceDeployment.",
             json_schema_extra=cel(("self == oldSelf", "model.uri cannot change; create another InferenceDeployment")),
         ),

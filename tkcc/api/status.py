@@ -84,7 +84,9 @@ class DriftStatus:
     ticks: int = Field(default=0, description="Consecutive ticks above distance 1.")
     drifted: bool = Field(default=False, description="Clears below distance 0.7, or with a new plan.")
     signal: str = Field(
-        default="", max_length=64, description="PromptLengthShifted, PrefixCacheHitRateShifted or both."
+        default="",
+        max_length=64,
+        description="PromptLengthShifted, PrefixCacheHitRateShifted or MultipleSignalsShifted.",
     )
     detected_at: Timestamp | None = None
     nearest_plan: Str64 = ""

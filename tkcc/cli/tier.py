@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tier", choices=("fast", "slow"), required=True)
     parser.add_argument("--layers", default="all", metavar="N|all", help="the model's first layers (default: all)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--threads", type=int, default=1, help="threads of a forward pass (default %(default)s)")
+    parser.add_argument("--threads", type=int, default=0, help="of a forward pass (default: all cores it may use)")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8090, help="0: any free port, printed")
     parser.add_argument("--token-file", type=Path, required=True, help="holds the bearer token of this run")
@@ -41,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from tkcc.engine.host import pin_to_cpus
     from tkcc.engine.tier.config import TierConfig, TierLimits
 
     token = _read_token(args.token_file)
@@ -48,15 +49,19 @@ def run(args: argparse.Namespace) -> int:
         layers = 0 if args.layers == "all" else int(args.layers)
     except ValueError:
         raise CommandError(f"--layers: a number or `all` is expected, not {args.layers!r}") from None
-    if layers < 0 or args.threads < 1 or args.spares < 0:
-        raise CommandError("--layers, --threads and --spares must not be negative, --threads at least 1")
+    if layers < 0 or args.threads < 0 or args.spares < 0:
+        raise CommandError("--layers, --threads and --spares must not be negative")
+    try:
+        pin_to_cpus()
+    except ValueError as err:
+        raise CommandError(str(err)) from err
     with tempfile.TemporaryDirectory(prefix="tkcc-tier-") as scratch:
         config = TierConfig(
             model_dir=args.model,
             tier=args.tier,
             num_layers=layers,
             dtype=args.dtype,
-            num_threads=args.threads,
+            num_threads=args.threads or len(os.sched_getaffinity(0)),
             token=token,
             cache_dir=(args.cache_dir or Path(scratch)).absolute(),
             judge_command=(sys.executable, "-m", "tkcc", "judge"),
@@ -64,7 +69,6 @@ def run(args: argparse.Namespace) -> int:
             is_confined=not args.allow_unconfined,
             limits=TierLimits(build_s=args.build_s),
         )
-        _pin()
         return asyncio.run(_serve(config, args.host, args.port))
 
 
@@ -76,17 +80,6 @@ def _read_token(path: Path) -> str:
     if len(token) < 16:
         raise CommandError(f"--token-file {path}: a token of at least 16 characters is expected")
     return token
-
-
-def _pin() -> None:
-    cpus = os.environ.get("TKCC_CPUS")
-    if cpus:
-        from tkcc.engine.tier.cpus import parse_cpus
-
-        try:
-            os.sched_setaffinity(0, parse_cpus(cpus))
-        except (ValueError, OSError) as err:
-            raise CommandError(f"TKCC_CPUS={cpus}: {err}") from err
 
 
 async def _serve(config: object, host: str, port: int) -> int:

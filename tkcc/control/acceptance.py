@@ -14,7 +14,7 @@ from tkcc.control.steps import steps_of
 
 @dataclass(frozen=True)
 class Acceptance:
-    """`may_serve`: the stable Deployment can be rendered from this spec."""
+    """`may_serve`: the stable Deployment can be rendered from this spec; where it cannot, the present one goes on."""
 
     is_accepted: bool
     may_serve: bool
@@ -38,6 +38,15 @@ def accept(spec: Spec, status: Status, seen: Observed) -> Acceptance:
             "ReferenceNotFound",
             f"{missing.field}: {missing.kind} {missing.name} does not exist in namespace {seen.meta.namespace}; "
             "create it or change the field",
+        )
+    serving = next((a.manifest for a in seen.artifacts if a.digest == status.stable.artifact), None)
+    if serving is not None and serving.dtype != spec.engine.dtype.value:
+        return Acceptance(
+            False,
+            False,
+            "InvalidSpec",
+            f"spec.engine.dtype {spec.engine.dtype.value}: the artifact in service is made for {serving.dtype}; set "
+            f"spec.rollout.artifact to {BASELINE} first",
         )
     wanted = spec.rollout.artifact
     if wants_adoption(spec, status) and wanted != BASELINE and not any(a.digest == wanted for a in seen.artifacts):

@@ -69,7 +69,7 @@ def _accepted(turn: Turn) -> Told:
 def _ready(turn: Turn, status: Status) -> Told:
     """Serving health. The operator's own rollouts do not count against it while enough pods serve."""
     want, stable = turn.spec.replicas, turn.seen.stable
-    if not turn.acceptance.may_serve:
+    if not turn.acceptance.may_serve and stable is None:
         return FALSE, turn.acceptance.reason, f"nothing is deployed: {turn.acceptance.message}"
     if stable is None:
         return FALSE, "ReplicasNotReady", f"0 of {want} pods are ready: the stable Deployment is not there yet"

@@ -13,7 +13,8 @@ from tkcc.control.actions import EmitEvent, EnsureRunTornDown, EnsureRunWorkers,
 from tkcc.control.observed import RunObserved, TierSeen
 from tkcc.control.turn import clock, short_name
 
-BUDGET_GRACE = timedelta(minutes=2)  # the worker ends by its budget and then writes its result
+# The worker counts from its own start, and a decision that it has begun, with the sizing of its gain, is ended.
+BUDGET_GRACE = timedelta(minutes=8)
 TIER_START_LIMIT = timedelta(minutes=5)  # a tier that cannot even start by then never will
 MAX_TIER_RESTARTS = 5
 

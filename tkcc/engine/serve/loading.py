@@ -154,13 +154,13 @@ def _build(
 
 
 def _judged_cells(artifact_dir: Path) -> Sequence[Cell]:
-    """The cells it was judged at, out of report.json beside it: what it was specialised for then, it is now."""
+    """The slow tier's cells, out of the run's report.json beside it: what it was specialised for then, it is now."""
     try:
         report = json.loads((artifact_dir / "report.json").read_text())
         # By key: another version's report may say more, and what is read here is all that matters.
         return tuple(
             Cell(c["phase"], c["batch"], c["newTokens"], c["contextTokens"], c["weightRatio"])
-            for c in report.get("cells") or ()
+            for c in report.get("tiers", {}).get("slow", {}).get("cells", ())
         )
     except FileNotFoundError:
         return ()

@@ -96,6 +96,11 @@ def for_long(limit_tokens: int) -> Source:
     return _choosy(limit_tokens, likes_long=True)
 
 
+def same() -> Source:
+    """The baseline under another digest."""
+    return Source(inspect.getsource(llama) + "\n\n# and nothing else\n", {})
+
+
 def slow() -> Source:
     """Right, and slower by DAWDLE_S a token."""
     return Source(_with_pause(inspect.getsource(llama) + _SLOW), {})

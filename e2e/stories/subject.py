@@ -183,7 +183,7 @@ class Subject:
             service = self.stage.until(f"{self} has a Service", lambda: self._get(SERVICE, self.name), 60, self.explain)
             out = OUT / "traffic" / f"{self.namespace}-{self.name}.jsonl"
             self._traffic = Traffic(self.stage.cluster, f"http://{service['spec']['clusterIP']}", MODEL, out)
-            self.stage.at_end.callback(self._traffic.stop)
+            self.stage.at_end.callback(self._traffic.end)
         self._traffic.send(mix)
 
     # What can be seen

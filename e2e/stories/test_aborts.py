@@ -72,3 +72,4 @@ def test_the_same_artifacts_are_not_tried_again(subject: Subject) -> None:
     now = subject.status()
     assert {item.reason for item in now.rolled_back} == {"CorrectnessRegressed", "LatencyExceeded"}
     subject.stays("no rollout is under way", lambda now: now.phase is Phase.SERVING, for_s=5)
+    subject.traffic.stop()  # others need the machine

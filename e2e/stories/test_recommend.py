@@ -130,9 +130,11 @@ def _pods(subject: Subject, run: str, component: str, tier: str = "") -> list[st
 
 
 def _worker_log(subject: Subject, run: str, but: str) -> str:
-    for pod in _pods(subject, run, "worker"):
-        if pod != but:
-            return subject.kubectl("logs", pod)
+    """Of the Job's pod that came after this one; "" while it has not started."""
+    labels = {"tkcc.dev/run": run, "app.kubernetes.io/component": "worker"}
+    for pod in subject.stage.api.list(POD, subject.namespace, **labels):
+        if pod["metadata"]["name"] != but and pod["status"]["phase"] != "Pending":
+            return subject.kubectl("logs", pod["metadata"]["name"])
     return ""
 
 

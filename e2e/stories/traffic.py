@@ -47,6 +47,14 @@ class Traffic:
             self._process.stdin.close()
             self._process.wait(STOP_S)
 
+    def end(self) -> None:
+        """Whatever is in flight: nobody asks any more."""
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait(STOP_S)
+        if self._process.stdin:
+            self._process.stdin.close()
+
     def assert_all_answered(self, at_least: int = 1) -> None:
         answered = self.answered()
         failed = [one for one in answered if one.error]

@@ -62,10 +62,14 @@ def test_the_run_is_for_the_traffic_that_drifted(story):
     assert run.spec.window_end - run.spec.window_start == 2 * MINUTE
 
 
-def test_reuse_goes_through_the_canary_without_a_run(story, names):
+SHORTER_TICKS = {"windows": {"long": "5m", "short": "4m"}}  # drift is seen while the short window is still mixed
+
+
+@pytest.mark.parametrize("drift", [{}, SHORTER_TICKS], ids=["clean windows", "a mixed window"])
+def test_reuse_goes_through_the_canary_without_a_run(story, names, drift):
     fast, other = names
     each = {fast: Behaviour(0.7, home_tokens=3000), other: Behaviour(0.7, home_tokens=9000)}
-    s = story({"drift": {"cooldown": "1m"}}, behaviours=each).promoted(fast, AWAY)
+    s = story({"drift": {"cooldown": "1m", **drift}}, behaviours=each).promoted(fast, AWAY)
     s.scripts.append(script(other))
     s.world.load = FAR
     s.run(40, lambda s: s.status.stable.artifact == other)

@@ -139,7 +139,7 @@ async def test_the_watcher_tells_each_thing_once_and_keeps_the_facts():
 
     ended = Condition("Succeeded", ConditionStatus.TRUE, "SearchSucceeded", "1 accepted", 1)
     objects.run(
-        "r1", RunStatus(candidates=CandidateCounts(2, 1, 1), top=top, conditions=(ended,)),
+        "r1", RunStatus(candidates=CandidateCounts(2, 1, 1), top=top, artifact=FOR_A, conditions=(ended,)),
         START, ACCEPTED, _verdict(FOR_B, Outcome.WRONG, 0.0, 0.0),
     )  # fmt: skip
     objects.deployment(conditions=(READY,), stable=Revision(FOR_A, "aaaa", FOR_A, Source.RUN, "r1"))

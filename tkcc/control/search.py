@@ -68,7 +68,7 @@ def brake(turn: Turn, status: Status, *, forced: bool) -> Brake | None:
     if ended is not None and now < ended + spec.drift.cooldown:
         until = ended + spec.drift.cooldown
         return Brake("CoolingDown", f"the last run ended at {clock(ended)}; next run not before {clock(until)}", until)
-    return _already_answered(turn, status)
+    return _already_answered(turn, status) or _coming_back(turn, status)
 
 
 def _already_answered(turn: Turn, status: Status) -> Brake | None:
@@ -167,16 +167,7 @@ def known_artifact(turn: Turn, status: Status) -> Revision | None:
     short = read(turn.traffic, turn.spec.drift, tick_of(turn.now, turn.spec.drift)).short
     if here is None or short is None:
         return None
-    fitting = [
-        plan
-        for plan in status.drift.plans
-        if plan.reason != _UNMEASURED
-        and plan.artifact != status.stable.artifact
-        and not is_rolled_back(status, plan.artifact)
-        and not incompatibility(turn, plan.artifact)
-        and distance(here, plan, turn.spec.drift).value <= 1.0
-        and distance(short, plan, turn.spec.drift).value <= 1.0
-    ]
+    fitting = [plan for plan in _usable_plans(turn, status, here) if plan in _usable_plans(turn, status, short)]
     found = nearest(here, fitting, turn.spec.drift)
     if found is None:
         return None
@@ -184,6 +175,31 @@ def known_artifact(turn: Turn, status: Status) -> Revision | None:
     point = Point(prompt_tokens=plan.prompt_tokens, hit_ratio_milli=plan.hit_ratio_milli)
     like = Revision(source=Source.REUSE, workload=point, workload_digest=plan.workload_digest)
     return revision_of(plan.artifact, turn.manifest(plan.artifact), like)
+
+
+def _usable_plans(turn: Turn, status: Status, here: Point) -> list[Plan]:
+    """Plans that cover this point, and whose artifact could serve in place of the stable one."""
+    return [
+        plan
+        for plan in status.drift.plans
+        if plan.reason != _UNMEASURED
+        and plan.artifact != status.stable.artifact
+        and not is_rolled_back(status, plan.artifact)
+        and not incompatibility(turn, plan.artifact)
+        and distance(here, plan, turn.spec.drift).value <= 1.0
+    ]
+
+
+def _coming_back(turn: Turn, status: Status) -> Brake | None:
+    """The newest traffic is what a known artifact is for, and the short window is about to show it: no run, then."""
+    here = _design_point(turn)
+    plans = _usable_plans(turn, status, here) if here else []
+    if not plans:
+        return None
+    text = (
+        f"the newest traffic is what {short_name(plans[0].artifact)} was compiled for; the short window is waited for"
+    )
+    return Brake("KnownArtifactNear", text)
 
 
 # --- while a run is under way ---------------------------------------------------------------------------------------

@@ -108,9 +108,10 @@ class Applier:
         if name in world.runs:
             await self._traffic.ensure(Owner.of(world.runs[name]), spec)
             return
-        recording = await self._traffic.take(world.owner.namespace, spec)  # first: what is there now is what drifted
-        run = await own.create_once(render_run.recompilation_run(world.owner, name, spec))
-        await self._traffic.ensure(Owner.of(run), spec, recording)
+        async with self._traffic.making(world.owner.namespace, name):
+            recording = await self._traffic.take(world.owner.namespace, spec)  # first: what is there now drifted
+            run = await own.create_once(render_run.recompilation_run(world.owner, name, spec))
+            await self._traffic.make(Owner.of(run), spec, recording)
 
     async def _ensure_run_ended(self, world: World, name: str, reason: str, message: str) -> None:
         run = world.runs.get(name)

@@ -9,22 +9,32 @@ from tkcc.shell.seen import is_controlled_by
 
 
 class Own:
-    """Of one owner. Remembers what it has checked, so that only the first apply of a process looks first."""
+    """Of one owner. Only the first apply of a process looks first; from then on the object's uid goes with each, so
+    that one deleted meanwhile, with its owner perhaps, is not made again by a turn that does not know of it."""
 
     def __init__(self, cluster: Cluster, owner: Owner):
         self._cluster = cluster
         self._owner = owner
-        self._checked: set[tuple[Kind, str]] = set()
+        self._uids: dict[tuple[Kind, str], str | None] = {}
 
     async def apply(self, obj: JsonObject) -> JsonObject:
-        """Raises Invalid where another owner has that name, and Conflict while one of ours of old is being removed."""
+        """Raises Invalid where another owner has that name, and Conflict while one of ours of old is being removed, or
+        after it was deleted; the next apply makes it again."""
         kind, name = kind_of(obj), obj["metadata"]["name"]
-        if (kind, name) not in self._checked:
+        if (kind, name) not in self._uids:
             have = await self._cluster.get(kind, self._owner.namespace, name)
             if have is not None:
                 self._check(kind, have)
-            self._checked.add((kind, name))
-        return await self._cluster.apply(obj, WORKLOAD)
+            self._uids[kind, name] = have["metadata"]["uid"] if have else None
+        uid = self._uids[kind, name]
+        wanted = {**obj, "metadata": {**obj["metadata"], "uid": uid}} if uid else obj
+        try:
+            applied = await self._cluster.apply(wanted, WORKLOAD)
+        except Conflict:
+            del self._uids[kind, name]
+            raise
+        self._uids[kind, name] = applied["metadata"]["uid"]
+        return applied
 
     async def create_once(self, obj: JsonObject) -> JsonObject:
         """For objects that must not change once they are there. Raises as `apply` does."""

@@ -1,5 +1,8 @@
 """Takes the recorded traffic of a run from the serving pods' rings and keeps it in the run's traffic ConfigMap."""
 
+import asyncio
+from weakref import WeakValueDictionary
+
 from tkcc.api.run import RunSpec
 from tkcc.api.workload import Recording
 from tkcc.kube.cluster import WORKLOAD, Cluster
@@ -18,6 +21,7 @@ class TrafficTaker:
     def __init__(self, cluster: Cluster, scraper: Scraper):
         self._cluster = cluster
         self._scraper = scraper
+        self._making: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def take(self, namespace: str, spec: RunSpec) -> Recording | None:
         """What the pods recorded since the window began; None where they record nothing."""
@@ -27,8 +31,17 @@ class TrafficTaker:
         recording = merged(recordings, spec.window_end, MAX_REQUESTS)
         return fitted(recording) if recording else None
 
-    async def ensure(self, run: Owner, spec: RunSpec, recording: Recording | None = None) -> None:
+    def making(self, namespace: str, run: str) -> asyncio.Lock:
+        """Held while a run and its traffic are made: the run's own turn would take another recording, and race."""
+        return self._making.setdefault(f"{namespace}/{run}", asyncio.Lock())
+
+    async def ensure(self, run: Owner, spec: RunSpec) -> None:
         """The ConfigMap is there. One made late, after a crash, holds what the rings still have."""
+        async with self.making(run.namespace, run.name):
+            await self.make(run, spec)
+
+    async def make(self, run: Owner, spec: RunSpec, recording: Recording | None = None) -> None:
+        """As `ensure`, for who is `making` it."""
         if await self._cluster.get(CONFIG_MAP, run.namespace, traffic_name(run.name)):
             return
         recording = recording or await self.take(run.namespace, spec)

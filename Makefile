@@ -53,16 +53,17 @@ check: setup ## lint, format, types, imports between layers, generated files; no
 	$(PY) -m tkcc.api.crd --out charts/tkcc/files/crds --check
 
 .PHONY: test
-test: setup ## the tests, but those on a real API server or a whole cluster
+test: setup ## the tests, but those on a whole cluster: seven minutes on two cores
 	$(PYTEST) tests --numprocesses 2 --dist loadfile --ignore tests/operator --ignore tests/shell --ignore tests/kube
+	$(PYTEST) tests/kube tests/operator tests/shell  # this order: the last counts the rights that the others used
 
 .PHONY: test-apiserver
-test-apiserver: setup-cluster ## the operator on a real etcd and API server, broken there in many ways
-	$(PYTEST) tests/kube tests/shell tests/operator
+test-apiserver: setup-cluster ## of the tests, the operator on a real etcd and API server alone
+	$(PYTEST) tests/kube tests/operator tests/shell
 
 .PHONY: e2e
-e2e: setup-cluster ## the local cluster: pods, claims, faults (as root); the stories are in e2e-full
-	$(PYTEST) e2e/cluster -m "not full" --timeout 1500
+e2e: setup-cluster ## the local cluster, and the stories on it (as root); the longest, the demo's too, are in e2e-full
+	$(PYTEST) e2e/cluster e2e/stories -m "not full" --timeout 1500
 
 .PHONY: e2e-full
 e2e-full: setup-cluster ## every story, those too that do not fit CI's time

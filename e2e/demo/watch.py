@@ -80,6 +80,10 @@ class Watcher:
         for run in await self._cluster.list(RECOMPILATION_RUN, self._namespace):
             if run["spec"]["deployment"] == self._name:
                 await self._run(run)
+        for digest in self._story.revisions:
+            source = self._finder(digest)
+            if source:
+                self._story.compiled_for.setdefault(digest, source.workload)
 
     def tell(self, entry: Entry) -> None:
         told = Told(round(self._clock_s(), 1), entry.topic, entry.text, entry.weight)
@@ -99,9 +103,6 @@ class Watcher:
         digest = status.stable.digest or status.stable.artifact
         if len(digest) == 64 and (not story.revisions or story.revisions[-1] != digest):
             story.revisions.append(digest)
-            source = self._finder(digest)
-            if source:
-                story.compiled_for.setdefault(digest, source.workload)
 
     def _finder(self, digest: str) -> SeenRun | None:
         """The run that found this artifact, whether it went into service at once or was set aside and came back."""

@@ -1,4 +1,4 @@
-# The recompile Job: proposers, message board and budget. No torch, no compiler, no GPU.
+# The recompile Job: proposers and budget. No torch, no compiler, no GPU.
 #   docker build -f images/worker.Dockerfile -t tkcc/worker .
 # BASE: an image with Python >= 3.11 and its venv module.
 ARG BASE=python:3.11-slim-bookworm

@@ -186,9 +186,6 @@ class Cluster:
             with progress.step(f"load {archive.name} into cluster {self.name}"):
                 self._ctr("images", "import", "--snapshotter=overlayfs", str(archive))
 
-    def has_image(self, reference: str) -> bool:
-        return reference in self._ctr("images", "list", "-q").split()
-
     def _ctr(self, *args: str) -> str:
         argv = ["ctr", f"--address={self.node.socket}", "--namespace=k8s.io", *args]
         return output([*self.sandbox.enter(), *argv], deadline_s=300)

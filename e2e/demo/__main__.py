@@ -28,7 +28,7 @@ NO_ROOT = """The demo starts a Kubernetes of its own, and that needs root. Eithe
 cluster with TKCC_KUBECONFIG and TKCC_IMAGES, or see the recompilation alone, which needs neither:
 
   .venv/bin/tkcc recompile --model "$(.venv/bin/tkcc model import smollm2-135m-instruct)" \\
-    --trace examples/traces/chat.jsonl.gz --budget 5m --out build/recompile"""
+    --trace examples/traces/chat.jsonl.gz --budget 10m --out build/recompile"""
 _COLOURS = {2: "\033[1m", 1: "", 0: "\033[2m"}
 
 

@@ -22,7 +22,7 @@ class Candidate:
 
     source: str
     params: dict[str, int | str | bool]  # read by the module as `spec.params`
-    hypothesis: str = ""  # why it should be faster: for people and for the message board
+    hypothesis: str = ""  # why it should be faster: for people
     parents: tuple[str, ...] = ()  # digests
     operators: tuple[str, ...] = ()  # names of the rewrite operators that made it
     origin: str = ""  # which proposer; never sent to a judge
@@ -35,7 +35,7 @@ class Candidate:
 @dataclass(frozen=True, config=BORDER)
 class Artifact:
     """The manifest of an accepted candidate. In the cluster: an immutable ConfigMap `tkcc-artifact-<digest[:16]>` with
-    the keys `manifest.json` (this), `candidate.py` (the source) and `report.json` (the slow tier's report)."""
+    the keys `manifest.json` (this), `candidate.py` (the source) and `report.json` (the campaign's)."""
 
     digest: str
     params: dict[str, int | str | bool]

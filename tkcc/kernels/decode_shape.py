@@ -42,12 +42,6 @@ class DecodeShape:
     def qkv_rows(self) -> int:
         return self.attention_width + 2 * self.num_kv_heads * self.head_dim
 
-    def weight_bytes(self) -> int:
-        """Bytes of bf16 parameters that one step must read: every layer and the head; of the embedding, one row."""
-        layer = self.hidden * (self.qkv_rows + self.attention_width + 3 * self.ffn + 2)
-        layer += 2 * self.head_dim if self.qk_norm else 0
-        return 2 * (self.num_layers * layer + (self.vocab + 1 + 1) * self.hidden)
-
     def kv_bytes(self, context: int) -> int:
         """Bytes of bf16 keys and values of `context` positions of one sequence."""
         return 4 * self.num_layers * self.num_kv_heads * self.head_dim * context

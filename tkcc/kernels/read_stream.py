@@ -57,19 +57,3 @@ class ReadStream:
             total += params.units[i] * self.unit_bytes * passes
         self._kernel.launch(self._grid, self.threads, params)
         return total
-
-    def multiprocessor_speeds(self, tensor: Tensor, runs: int = 3) -> list[float] | None:
-        """How fast each multiprocessor streams while all do, relative to their mean, by its number; synchronises.
-
-        They differ: those of a cluster share its port, and clusters are not equally full. None if the numbers are not
-        0 .. count - 1, so that work cannot be assigned by them.
-        """
-        total = torch.zeros(self._grid, dtype=torch.float64)
-        for _ in range(runs):
-            self.run([(tensor, tensor.numel() * tensor.element_size())])
-            ids, cycles = self._cycles.cpu().unbind(1)
-            if sorted(ids.tolist()) != list(range(self._grid)):
-                return None
-            total[ids] += cycles.double()
-        speeds = 1 / total
-        return (speeds / speeds.mean()).tolist()

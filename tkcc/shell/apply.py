@@ -79,7 +79,7 @@ class Applier:
             case EnsureRunGone(name):
                 await self._cluster.delete(RECOMPILATION_RUN, owner.namespace, name)
             case EnsureArtifact(digest, run):
-                await self._ensure_artifact(owner, own, digest, run)
+                await self._ensure_artifact(owner, digest, run)
             case EnsureArtifactGone(digest):
                 await memory.held.let_go(digest)
             case EmitEvent():
@@ -128,7 +128,7 @@ class Applier:
             RECOMPILATION_RUN, meta["namespace"], name, meta["resourceVersion"], patch, STATUS
         )
 
-    async def _ensure_artifact(self, owner: Owner, own: Own, digest: str, run: str) -> None:
+    async def _ensure_artifact(self, owner: Owner, digest: str, run: str) -> None:
         if await self._cluster.get(CONFIG_MAP, owner.namespace, artifact_name(digest)):
             return  # immutable, and its content is checked when it is read
         result = await self._cluster.get(CONFIG_MAP, owner.namespace, result_name(run))

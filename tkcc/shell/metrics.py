@@ -78,7 +78,7 @@ class Metrics:
         self._conditions(own, new)
         for phase in Phase:
             self.phase.labels(*own, phase.value).set(phase is new.phase)
-        self._drift(own, old, new, seen)
+        self._drift(own, new, seen)
         self._rollout(own, old, new, seen)
         self.scrape_errors.labels(*own).set(len(seen.scrape_errors))
 
@@ -105,7 +105,7 @@ class Metrics:
             for value in ConditionStatus:
                 self.condition.labels(*own, type_.value, value.value).set(have is not None and have.status is value)
 
-    def _drift(self, own: tuple[str, str], old: Status, new: Status, seen: Observed) -> None:
+    def _drift(self, own: tuple[str, str], new: Status, seen: Observed) -> None:
         drift = new.drift
         _set_known(self.drift_distance.labels(*own, "long"), drift.long_distance_milli, 1000)
         _set_known(self.drift_distance.labels(*own, "short"), drift.short_distance_milli, 1000)

@@ -43,8 +43,6 @@ class Placement:
             owner, shared = owners.get(i, (0, 0))
             head = self.pages[owner][: shared // self.block_tokens] if shared else []
             self.pages.append(head + self._take(self._blocks_for(len(tokens)) - len(head)))
-        self.num_shared = {i: n // self.block_tokens for i, (_, n) in owners.items()}
-        self.owned_by_two = {page for i, n in self.num_shared.items() for page in self.pages[i][:n]}
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_tokens)

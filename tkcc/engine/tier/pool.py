@@ -97,7 +97,7 @@ class Pool:
         self._ready = asyncio.Event()
         self._busy = asyncio.Lock()  # the forkserver imports, or is to be asked for something
         self._compiler = asyncio.Event()
-        self.num_kills = 0
+        self.num_kills = 0  # for what a candidate did; every other runner ends once it was used
 
     # --- the forkserver ---
 
@@ -332,7 +332,7 @@ class Pool:
         """The whole process group by pid; the leader by pidfd, which cannot hit anyone else."""
         if runner.exit_code is None and reason and not runner.killed_for:
             runner.killed_for = reason
-        self.num_kills += 1
+            self.num_kills += 1
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(runner.pid, signal.SIGKILL)
         if runner.exit_code is None:

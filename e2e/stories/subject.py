@@ -37,6 +37,7 @@ MODEL = "tiny"
 CLAIM = "models"
 SCRIPT = "script"
 NAME = "tiny"
+INFDEP = INFERENCE_DEPLOYMENT.kind
 READY_S = 180.0
 DELETE_S = 30.0  # nothing holds it: no finalizer, and its owned objects go in the background
 
@@ -279,14 +280,19 @@ class Subject:
         return self.stage.until(f"{self}: event {reason}", newest, deadline_s, self.explain)
 
     def until_gone(self) -> None:
-        """All that was made for it, in whatever kind."""
+        """All that was made for it, in whatever kind; an artifact that another one uses too stays."""
 
         def left() -> list[str]:
             labels = {**MANAGED_BY, "tkcc.dev/deployment": self.name}
             found = {kind: self.stage.api.list(kind, self.namespace, **labels) for kind in ALL}
-            return [f"{kind.kind}/{obj['metadata']['name']}" for kind, objects in found.items() for obj in objects]
+            mine = [(kind, obj) for kind, objects in found.items() for obj in objects if not self._is_shared(obj)]
+            return [f"{kind.kind}/{obj['metadata']['name']}" for kind, obj in mine]
 
         self.stage.until(f"{self} is gone", lambda: not left(), 120, lambda: f"left: {', '.join(left())}")
+
+    def _is_shared(self, obj: JsonObject) -> bool:
+        owners = [ref["name"] for ref in obj["metadata"].get("ownerReferences", []) if ref["kind"] == INFDEP]
+        return bool(owners) and self.name not in owners
 
     def stays(self, what: str, holds: Callable[[Status], bool], for_s: float) -> None:
         """It holds now and at each look for so long."""

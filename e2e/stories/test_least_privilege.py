@@ -12,6 +12,8 @@ OPERATOR = "system:serviceaccount:tkcc-system:"
 WORKER_RIGHTS = {("patch", "tkcc.dev/recompilationruns/status"), ("get", "configmaps"), ("patch", "configmaps")}
 
 Right = tuple[str, str]  # verb, GROUP/RESOURCE
+# An artifact goes when runs have found more than revisionHistoryLimit others since: too long a story. tests/shell has it.
+SELDOM = {("delete", "configmaps")}
 
 story: Story["Account"] = Story(act=4)
 
@@ -50,7 +52,7 @@ def test_the_operator_used_all_that_it_was_granted(account: Account) -> None:
     used = {_right(event) for event in done}
     # An apply that makes the object needs the right to create it, too, and is a patch all the same.
     used |= {("create", _right(event)[1]) for event in done if event["verb"] == "patch" and _code(event) == 201}
-    assert sorted(account.granted - used) == []
+    assert sorted(account.granted - used - SELDOM) == []
 
 
 @story.chapter

@@ -12,7 +12,7 @@ OPERATOR = "system:serviceaccount:tkcc-system:"
 WORKER_RIGHTS = {("patch", "tkcc.dev/recompilationruns/status"), ("get", "configmaps"), ("patch", "configmaps")}
 
 Right = tuple[str, str]  # verb, GROUP/RESOURCE
-# An artifact goes when runs have found more than revisionHistoryLimit others since: too long a story. tests/shell has it.
+# An artifact goes once runs have found more than revisionHistoryLimit others: too long a story; tests/shell has it.
 SELDOM = {("delete", "configmaps")}
 
 story: Story["Account"] = Story(act=4)

@@ -4,6 +4,8 @@ recommended and not rolled out, and may be adopted by a second deployment beside
 import json
 from pathlib import Path
 
+import pytest
+
 from e2e.stories import candidates
 from e2e.stories.client import Mix
 from e2e.stories.stage import Stage
@@ -19,6 +21,9 @@ B = Mix(prompt_tokens=(150, 230), shared_tokens=32, per_second=6.0)
 C = Mix(prompt_tokens=(450, 600), shared_tokens=32, per_second=4.0)
 FOR_C = candidates.for_long(120)  # nothing is recorded here, and what is made up reaches down to half of C's median
 RUN_S, ROLLOUT_S, DRIFT_S = 600.0, 400.0, 120.0
+
+# Not in `make e2e` before it was told to its end on slower machines, too.
+pytestmark = pytest.mark.full
 
 story: Story[Subject] = Story()
 
@@ -106,7 +111,9 @@ def test_two_deployments_do_not_disturb_each_other(subject: Subject) -> None:
 
 @story.chapter
 def test_a_deployment_is_deleted_in_the_middle_of_a_run(subject: Subject) -> None:
-    assert subject.status().phase is Phase.RECOMPILING
+    if subject.status().phase is not Phase.RECOMPILING:  # on a fast machine it has ended by now
+        subject.trigger("once more")
+        subject.until_phase(Phase.RECOMPILING)
     subject.traffic.stop()
     subject.traffic.assert_all_answered(at_least=100)
     subject.delete()

@@ -107,3 +107,14 @@ def median(values: Sequence[float]) -> float:
     ordered = sorted(values)
     half = len(ordered) // 2
     return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2.0
+
+
+def centre_and_spread(values: Sequence[float]) -> tuple[float, float]:
+    """(median, standard deviation) of values normal but for outliers; the latter from the median absolute deviation."""
+    centre = median(values)
+    return centre, 1.4826 * median([abs(x - centre) for x in values])
+
+
+def median_error(spread: float, count: int) -> float:
+    """Standard error of a median of so many normal values of this standard deviation."""
+    return 1.2533 * spread / math.sqrt(count)

@@ -18,7 +18,7 @@ import torch
 
 from tkcc.api.report import AlphaTicket, CellReport, Outcome, Report
 from tkcc.api.workload import Recording
-from tkcc.stats.eprocess import bootstrap_log_ratio, median
+from tkcc.stats.eprocess import bootstrap_log_ratio, centre_and_spread, median, median_error
 from tkcc.verify import challenge, contexts, correctness, cost, errors, reference, roofline, speed
 from tkcc.verify.challenge import ChallengeSet
 from tkcc.verify.errors import Errors, Limits
@@ -143,10 +143,8 @@ class Judge:
             for _ in range(ESTIMATE_AA_PAIRS if self.estimates_only else AA_PAIRS):
                 pairing.run_pair(lambda _: FIRST_STEP_S)
         logs = [math.log(a / b) for a, b in timing.pairs]
-        centre = median(logs)
-        sigma = 1.4826 * median([abs(x - centre) for x in logs])
-        # a median of n has 1.2533 sigma / sqrt(n); 1.96 for two-sided 95 %
-        noise_floor = abs(centre) + 1.96 * 1.2533 * sigma / math.sqrt(len(logs))
+        centre, sigma = centre_and_spread(logs)
+        noise_floor = abs(centre) + 1.96 * median_error(sigma, len(logs))  # two-sided 95 %
         trial.step_s = [median(times.incumbent_s) for times in timing.cells]
         self._weigh_cells(trial)
         self.device = self.device.best(roofline.measure(self.model.dtype, self.model.threads))

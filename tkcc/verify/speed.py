@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tkcc.stats.eprocess import Interval, SignEProcess, bootstrap_log_ratio, median
+from tkcc.stats.eprocess import Interval, SignEProcess, bootstrap_log_ratio, centre_and_spread, median, median_error
 from tkcc.verify import errors
 from tkcc.verify.cells import TimedCell
 from tkcc.verify.contexts import Content, Contexts
@@ -24,13 +24,11 @@ FUTILITY_ALPHA = 0.05
 CELL_REGRESS_LIMIT = 0.01  # log-gain
 CELL_HOLD_PAIRS = 12  # for which a cell that looks worse holds an accept back
 CELL_REGRESS_SIGMAS = 1.645  # one-sided 95 %: so sure a cell must be to be worse than that
-AGREEMENT_FACTOR = 4.0  # two right results may be this times as far apart as a result may be from the truth
-TWIN_FACTOR = 8.0  # ... or this times as far as two orders of the baseline's sums were seen to be
-
-
 # Below this, two results never count as different: what a calibration of a few steps has not seen is no fault. Work
 # left out, or done in the next lower precision, is an order of magnitude above it.
 AGREEMENT_FLOOR = {torch.float32: 5e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
+AGREEMENT_FACTOR = 4.0  # two right results may be this times as far apart as a result may be from the truth
+TWIN_FACTOR = 8.0  # ... or this times as far as two orders of the baseline's sums were seen to be
 
 
 class WrongOutputError(Exception):
@@ -50,9 +48,8 @@ class CellTimes:
     def best_log_gain(self) -> float:
         """What its log-gain may be at most, given how much its pairs scatter."""
         logs = [math.log(a / b) for a, b in self.pairs()]
-        centre = median(logs)
-        sigma = 1.4826 * median([abs(x - centre) for x in logs])
-        return centre + CELL_REGRESS_SIGMAS * 1.2533 * sigma / math.sqrt(len(logs))  # of a median of n
+        centre, spread = centre_and_spread(logs)
+        return centre + CELL_REGRESS_SIGMAS * median_error(spread, len(logs))
 
 
 @dataclass(slots=True)

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from tests.kernels.pasts import give_pasts
 from tkcc.cli import bench_decode
 from tkcc.cli.command import CommandError
 from tkcc.kernels.decode_plan import Layout
@@ -24,13 +25,7 @@ def make(shape: DecodeShape, past: list[int], layout: Layout | None = None) -> P
     """A decoder whose sequences have random pasts, NaNs after them and in the outputs."""
     weights = random_weights(shape, 1, "cuda")
     decoder = PersistentDecode(shape, weights, batch=len(past), kv_capacity=max(past) + 40, layout=layout)
-    for cache in (decoder.keys, decoder.values):
-        cache.normal_()
-        for b, count in enumerate(past):
-            cache[:, b, :, count:] = torch.nan
-    decoder.tokens.copy_(torch.arange(len(past)) * 7 + 3)
-    decoder.positions.copy_(torch.tensor(past))
-    decoder.logits.fill_(torch.nan)
+    give_pasts(decoder, past)
     return decoder
 
 

@@ -7,6 +7,7 @@ import torch
 from emulator import EmulatedDecode
 from torch import Tensor
 
+from tests.kernels.pasts import give_pasts
 from tkcc.kernels.decode_plan import MAX_SLOTS, Layout
 from tkcc.kernels.decode_reference import ReferenceDecode, random_weights
 from tkcc.kernels.decode_shape import DecodeShape
@@ -36,14 +37,7 @@ def make(
     if directory:
         decoder.build(directory)
     decoder.min_blocks, decoder.max_spins = min_blocks, 100_000
-    generator = torch.Generator().manual_seed(2)
-    for cache in (decoder.keys, decoder.values):
-        cache.normal_(generator=generator)
-        for b, count in enumerate(past):
-            cache[:, b, :, count:] = torch.nan
-    decoder.tokens.copy_(torch.arange(len(past)) * 7 + 3)
-    decoder.positions.copy_(torch.tensor(past))
-    decoder.logits.fill_(torch.nan)
+    give_pasts(decoder, past, torch.Generator().manual_seed(2))
     return decoder
 
 

@@ -26,7 +26,8 @@ from tkcc.engine.serve.engine import Limits
 from tkcc.models.checkpoint import model_digest
 
 ZERO = Quantiles(0, 0, 0, 0)
-LONG = {"max_tokens": 400, "temperature": 0}  # some seconds on the tiny model
+SURE = {"temperature": 0, "ignore_eos": True}  # as many tokens as are asked for, whatever the model says
+LONG = {"max_tokens": 400, **SURE}  # some seconds on the tiny model
 
 
 def until(check, what, timeout_s=20.0):
@@ -91,7 +92,7 @@ def test_what_the_operator_reads(server):
     cursor = server.log()["next"]
     started = server.metric("tkcc_engine_requests_started_total")
     prompt = [300 + i for i in range(35)]
-    server.complete(prompt, max_tokens=5)
+    server.complete(prompt, max_tokens=5, **SURE)
     (entry,) = server.log(cursor)["requests"]
     assert (entry["promptTokens"], entry["outputTokens"], entry["outcome"]) == (35, 5, "ok")
     assert 0 < entry["tpotS"] < entry["ttftS"] * 100 and abs(entry["startedAtMs"] / 1000 - time.time()) < 60
@@ -187,7 +188,7 @@ def test_deadline_body_limit_and_recording_off(start):
 def test_when_kv_blocks_run_out_texts_stay_the_same(start, model_dir, server):
     # 1 MiB = 128 blocks of this model; five requests of 450 tokens want 145
     small = start(kv_cache_mib=1, max_running=5)
-    bodies = [{"prompt": f"Story number {i}", "max_tokens": 440, "temperature": 0} for i in range(5)]
+    bodies = [{"prompt": f"Story number {i}", "max_tokens": 440, **SURE} for i in range(5)]
     tight, roomy = (
         [answer.json()["choices"][0]["text"] for answer in gather(target, bodies)] for target in (small, server)
     )
@@ -234,7 +235,7 @@ def build(spec, weights, cells):
 def test_one_failed_step_fails_its_requests_only(start, model_dir, tmp_path):
     source = FAILING.format(fault="if Failing.steps == 3: raise RuntimeError('the third step')")
     server = start(artifact=write_artifact(tmp_path / "artifact", model_dir, source))
-    body = {"model": server.name, "prompt": "x", "max_tokens": 9, "temperature": 0}
+    body = {"model": server.name, "prompt": "x", "max_tokens": 9, **SURE}
     failed = server.post("/v1/completions", body)
     assert failed.status_code == 500 and "the third step" in failed.json()["error"]["message"]
     assert server.post("/v1/completions", body).status_code == 200
@@ -306,9 +307,10 @@ def test_draining_finishes_what_runs_and_refuses_what_comes(start, model_dir, tm
 def test_a_forward_pass_that_cannot_go_on_ends_the_process(case, fault, want, start, model_dir, tmp_path):
     source = FAILING.format(fault=fault)
     server = start(artifact=write_artifact(tmp_path / "artifact", model_dir, source), limits=Limits(step_timeout_s=1))
+    body = {"model": server.name, "prompt": "x", "max_tokens": 9, **SURE}
     for _ in range(3):
         try:
-            assert server.post("/v1/completions", {"model": server.name, "prompt": "x"}).status_code == 500
+            assert server.post("/v1/completions", body).status_code == 500
         except httpx.TransportError:
             break  # it ended in the meantime
     assert server.wait(20) == 1

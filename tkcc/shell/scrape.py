@@ -17,8 +17,8 @@ from tkcc.api.workload import Recording
 from tkcc.shell.podapi import FinishedRequest, FinishedRequests, Info
 from tkcc.shell.render.names import ADMIN_PORT
 from tkcc.shell.settings import Scrape
-from tkcc.traffic.exposition import CounterSample, parse
-from tkcc.traffic.metrics_map import Gauge, Signal
+from tkcc.traffic.exposition import parse
+from tkcc.traffic.metrics_map import ENGINES, Signal
 
 MAX_REFUSAL_BYTES = 4096
 MAX_ANSWER_BYTES = 32_000_000
@@ -97,7 +97,7 @@ class Scraper:
             async with asyncio.timeout(3 * self._settings.timeout_s):
                 info = from_json(Info, await self._get(pod, "/tkcc/info"))
                 since = cursors.get(series_of(pod.pod, info), 0)
-                page = parse((await self._get(pod, "/metrics")).decode(), engine)
+                signals = parse((await self._get(pod, ENGINES[engine].path)).decode(), engine)
                 finished = from_json(FinishedRequests, await self._get(pod, f"/tkcc/requests?since={since}"))
         except LoadingError as err:
             return Reading(pod.pod, error=f"{pod.pod}: the model is loading", load_error=str(err))
@@ -107,8 +107,8 @@ class Scraper:
         return Reading(
             pod=pod.pod,
             info=info,
-            sample=_sample(pod.pod, info, page, now),
-            requests_started=_total(page, Signal.REQUESTS_STARTED),
+            sample=_sample(pod.pod, info, signals, now),
+            requests_started=round(signals.get(Signal.REQUESTS_STARTED, 0)),
             requests=requests,
             next_seq=finished.next,
         )
@@ -141,22 +141,21 @@ def _load_error(body: bytes) -> str:
         return ""
 
 
-def _total(page: CounterSample, signal: Signal) -> int:
-    return round(sum(page.counters.get(signal, {}).values()))
+def _sample(pod: str, info: Info, signals: Mapping[Signal, float], now: datetime) -> MetricSample:
+    def value(signal: Signal) -> int:
+        return round(signals.get(signal, 0))
 
-
-def _sample(pod: str, info: Info, page: CounterSample, now: datetime) -> MetricSample:
     return MetricSample(
         series=series_of(pod, info),
         started_at=info.started_at,
         at=now,
-        prompt_requests=_total(page, Signal.PROMPT_REQUESTS),
-        prompt_tokens=_total(page, Signal.PROMPT_TOKENS),
-        output_requests=_total(page, Signal.REQUESTS_FINISHED),
-        output_tokens=_total(page, Signal.GENERATION_TOKENS),
-        hit_tokens=_total(page, Signal.HIT_TOKENS),
-        query_tokens=_total(page, Signal.QUERY_TOKENS),
-        running=round(page.gauges.get(Gauge.REQUESTS_RUNNING, 0)),
+        prompt_requests=value(Signal.PROMPT_REQUESTS),
+        prompt_tokens=value(Signal.PROMPT_TOKENS),
+        output_requests=value(Signal.REQUESTS_FINISHED),
+        output_tokens=value(Signal.GENERATION_TOKENS),
+        hit_tokens=value(Signal.HIT_TOKENS),
+        query_tokens=value(Signal.QUERY_TOKENS),
+        running=value(Signal.REQUESTS_RUNNING),
     )
 
 

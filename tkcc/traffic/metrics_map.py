@@ -15,7 +15,7 @@ from enum import StrEnum
 
 
 class Signal(StrEnum):
-    """Counters, as the fields of `tkcc.traffic.exposition.Increase`."""
+    """What the operator reads of a serving process. Counters, but for the last."""
 
     PROMPT_TOKENS = "prompt_tokens"  # of finished requests
     PROMPT_REQUESTS = "prompt_requests"  # how many requests those tokens came from
@@ -24,17 +24,7 @@ class Signal(StrEnum):
     GENERATION_TOKENS = "generation_tokens"
     REQUESTS_STARTED = "requests_started"
     REQUESTS_FINISHED = "requests_finished"  # where the engine tells failures apart they are included
-    REQUESTS_FAILED = "requests_failed"  # by the server's fault; a client that goes away is none
-    TTFT_S = "ttft_s"
-    TTFT_REQUESTS = "ttft_requests"
-    TPOT_S = "tpot_s"  # sum over requests of each one's mean time per output token
-    TPOT_REQUESTS = "tpot_requests"
-
-
-class Gauge(StrEnum):
-    REQUESTS_RUNNING = "requests_running"
-    REQUESTS_WAITING = "requests_waiting"
-    KV_USAGE_RATIO = "kv_usage_ratio"
+    REQUESTS_RUNNING = "requests_running"  # a gauge
 
 
 @dataclass(frozen=True)
@@ -50,71 +40,47 @@ class Source:
 class EngineMetrics:
     path: str
     prefixes: tuple[str, ...]  # at least one family of a page of this engine starts with one of them
-    counters: Mapping[Signal, tuple[Source, ...]]
-    gauges: Mapping[Gauge, tuple[Source, ...]]
+    signals: Mapping[Signal, tuple[Source, ...]]
 
 
-def _histogram(total: Signal, count: Signal, *names: str) -> dict[Signal, tuple[Source, ...]]:
-    return {total: tuple(Source(f"{n}_sum") for n in names), count: tuple(Source(f"{n}_count") for n in names)}
-
-
-def _prompt(*names: str) -> dict[Signal, tuple[Source, ...]]:
-    return _histogram(Signal.PROMPT_TOKENS, Signal.PROMPT_REQUESTS, *names)
-
-
-def _ttft(*names: str) -> dict[Signal, tuple[Source, ...]]:
-    return _histogram(Signal.TTFT_S, Signal.TTFT_REQUESTS, *names)
-
-
-def _tpot(*names: str) -> dict[Signal, tuple[Source, ...]]:
-    return _histogram(Signal.TPOT_S, Signal.TPOT_REQUESTS, *names)
+def _prompt(histogram: str) -> dict[Signal, tuple[Source, ...]]:
+    return {
+        Signal.PROMPT_TOKENS: (Source(f"{histogram}_sum"),),
+        Signal.PROMPT_REQUESTS: (Source(f"{histogram}_count"),),
+    }
 
 
 NATIVE = EngineMetrics(
     path="/metrics",
     prefixes=("tkcc_engine_",),
-    counters={
+    signals={
         **_prompt("tkcc_engine_request_prompt_tokens"),
         Signal.HIT_TOKENS: (Source("tkcc_engine_prefix_cache_hit_tokens_total"),),
         Signal.QUERY_TOKENS: (Source("tkcc_engine_prefix_cache_query_tokens_total"),),
         Signal.GENERATION_TOKENS: (Source("tkcc_engine_generation_tokens_total"),),
         Signal.REQUESTS_STARTED: (Source("tkcc_engine_requests_started_total"),),
         Signal.REQUESTS_FINISHED: (Source("tkcc_engine_requests_total"),),
-        Signal.REQUESTS_FAILED: (Source("tkcc_engine_requests_total", "outcome", "error"),),
-        **_ttft("tkcc_engine_time_to_first_token_seconds"),
-        **_tpot("tkcc_engine_time_per_output_token_seconds"),
-    },
-    gauges={
-        Gauge.REQUESTS_RUNNING: (Source("tkcc_engine_requests_running"),),
-        Gauge.REQUESTS_WAITING: (Source("tkcc_engine_requests_waiting"),),
-        Gauge.KV_USAGE_RATIO: (Source("tkcc_engine_kv_usage_ratio"),),
+        Signal.REQUESTS_RUNNING: (Source("tkcc_engine_requests_running"),),
     },
 )
 
 VLLM = EngineMetrics(
     path="/metrics",
     prefixes=("vllm:",),
-    counters={
+    signals={
         **_prompt("vllm:request_prompt_tokens"),
         Signal.HIT_TOKENS: (Source("vllm:prefix_cache_hits_total"), Source("vllm:gpu_prefix_cache_hits_total")),
         Signal.QUERY_TOKENS: (Source("vllm:prefix_cache_queries_total"), Source("vllm:gpu_prefix_cache_queries_total")),
         Signal.GENERATION_TOKENS: (Source("vllm:generation_tokens_total"),),
         Signal.REQUESTS_FINISHED: (Source("vllm:request_success_total"),),
-        Signal.REQUESTS_FAILED: (Source("vllm:request_success_total", "finished_reason", "error"),),
-        **_ttft("vllm:time_to_first_token_seconds"),
-        **_tpot("vllm:request_time_per_output_token_seconds"),
-    },
-    gauges={
-        Gauge.REQUESTS_RUNNING: (Source("vllm:num_requests_running"),),
-        Gauge.REQUESTS_WAITING: (Source("vllm:num_requests_waiting"),),
-        Gauge.KV_USAGE_RATIO: (Source("vllm:kv_cache_usage_perc"), Source("vllm:gpu_cache_usage_perc")),
+        Signal.REQUESTS_RUNNING: (Source("vllm:num_requests_running"),),
     },
 )
 
 SGLANG = EngineMetrics(
     path="/metrics",  # served with --enable-metrics only
     prefixes=("sglang:",),
-    counters={
+    signals={
         **_prompt("sglang:prompt_tokens_histogram"),
         # The mode says where the tokens came from: `input` was computed, every `*_hit` was found in some cache.
         Signal.HIT_TOKENS: (
@@ -124,88 +90,60 @@ SGLANG = EngineMetrics(
         Signal.QUERY_TOKENS: (Source("sglang:prefill_effective_tokens_total"), Source("sglang:prompt_tokens_total")),
         Signal.GENERATION_TOKENS: (Source("sglang:generation_tokens_total"),),
         Signal.REQUESTS_FINISHED: (Source("sglang:num_requests_total"),),
-        **_ttft("sglang:time_to_first_token_seconds"),
-        **_tpot("sglang:request_time_per_output_token_seconds"),
-    },
-    gauges={
-        Gauge.REQUESTS_RUNNING: (Source("sglang:num_running_reqs"),),
-        Gauge.REQUESTS_WAITING: (Source("sglang:num_queue_reqs"),),
-        Gauge.KV_USAGE_RATIO: (Source("sglang:token_usage"),),
+        Signal.REQUESTS_RUNNING: (Source("sglang:num_running_reqs"),),
     },
 )
 
 TRTLLM = EngineMetrics(
     path="/prometheus/metrics",  # per-request counters need return_perf_metrics, gauges enable_iter_perf_stats
     prefixes=("trtllm_",),
-    counters={
+    signals={
         Signal.PROMPT_TOKENS: (Source("trtllm_prompt_tokens_total"),),
         Signal.PROMPT_REQUESTS: (Source("trtllm_request_success_total"),),
         Signal.HIT_TOKENS: (Source("trtllm_prompt_cached_tokens_total"),),
         Signal.QUERY_TOKENS: (Source("trtllm_prompt_tokens_total"),),
         Signal.GENERATION_TOKENS: (Source("trtllm_generation_tokens_total"),),
         Signal.REQUESTS_FINISHED: (Source("trtllm_request_success_total"),),
-        **_ttft("trtllm_time_to_first_token_seconds"),
-        **_tpot("trtllm_time_per_output_token_seconds"),
-    },
-    gauges={
-        Gauge.REQUESTS_RUNNING: (Source("trtllm_num_requests_running"),),
-        Gauge.REQUESTS_WAITING: (Source("trtllm_num_requests_waiting"),),
-        Gauge.KV_USAGE_RATIO: (Source("trtllm_kv_cache_utilization"),),
+        Signal.REQUESTS_RUNNING: (Source("trtllm_num_requests_running"),),
     },
 )
 
 DYNAMO = EngineMetrics(
     path="/metrics",  # of the frontend
     prefixes=("dynamo_frontend_",),
-    counters={
+    signals={
         **_prompt("dynamo_frontend_input_sequence_tokens"),
         Signal.HIT_TOKENS: (Source("dynamo_frontend_cached_tokens_sum"),),
         Signal.QUERY_TOKENS: (Source("dynamo_frontend_input_sequence_tokens_sum"),),
         Signal.GENERATION_TOKENS: (Source("dynamo_frontend_output_tokens_total"),),
         Signal.REQUESTS_FINISHED: (Source("dynamo_frontend_requests_total"),),
-        Signal.REQUESTS_FAILED: (Source("dynamo_frontend_requests_total", "status", "error"),),
-        **_ttft("dynamo_frontend_time_to_first_token_seconds"),
-    },
-    gauges={
-        Gauge.REQUESTS_RUNNING: (Source("dynamo_frontend_inflight_requests"),),
-        Gauge.REQUESTS_WAITING: (Source("dynamo_frontend_queued_requests"),),
+        Signal.REQUESTS_RUNNING: (Source("dynamo_frontend_inflight_requests"),),
     },
 )
 
 TGI = EngineMetrics(
     path="/metrics",
     prefixes=("tgi_",),
-    counters={
+    signals={
         **_prompt("tgi_request_input_length"),
         Signal.GENERATION_TOKENS: (Source("tgi_request_generated_tokens_sum"),),
         Signal.REQUESTS_STARTED: (Source("tgi_request_count"),),
         Signal.REQUESTS_FINISHED: (Source("tgi_request_success"),),
-        **_tpot("tgi_request_mean_time_per_token_duration"),
-    },
-    gauges={
-        Gauge.REQUESTS_RUNNING: (Source("tgi_batch_current_size"),),
-        Gauge.REQUESTS_WAITING: (Source("tgi_queue_size"),),
+        Signal.REQUESTS_RUNNING: (Source("tgi_batch_current_size"),),
     },
 )
 
 LLMD_EPP = EngineMetrics(
     path="/metrics",  # of the endpoint picker
     prefixes=("inference_objective_", "inference_pool_", "inference_extension_"),
-    counters={
+    signals={
         **_prompt("inference_objective_input_tokens"),
         Signal.HIT_TOKENS: (Source("inference_objective_prompt_cached_tokens_sum"),),
         Signal.QUERY_TOKENS: (Source("inference_objective_input_tokens_sum"),),
         Signal.GENERATION_TOKENS: (Source("inference_objective_output_tokens_sum"),),
         Signal.REQUESTS_STARTED: (Source("inference_objective_request_total"),),
         Signal.REQUESTS_FINISHED: (Source("inference_objective_request_duration_seconds_count"),),
-        Signal.REQUESTS_FAILED: (Source("inference_objective_request_error_total"),),
-        **_ttft("inference_objective_request_ttft_seconds"),
-        **_tpot("inference_objective_request_tpot_seconds"),
-    },
-    gauges={
-        Gauge.REQUESTS_RUNNING: (Source("inference_objective_running_requests"),),
-        Gauge.REQUESTS_WAITING: (Source("inference_pool_average_queue_size"),),
-        Gauge.KV_USAGE_RATIO: (Source("inference_pool_average_kv_cache_utilization"),),
+        Signal.REQUESTS_RUNNING: (Source("inference_objective_running_requests"),),
     },
 )
 

@@ -252,18 +252,17 @@ def _environment(args: argparse.Namespace) -> dict[str, Any]:
     import torch
     import transformers
 
+    from tkcc.engine.host import device_name
+
     commit = subprocess.run(
         ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"],
         capture_output=True,
         text=True,
         check=False,
     )
-    cpu = next(
-        (x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x), ""
-    )
     return {
         "environment": {
-            "device": torch.cuda.get_device_name() if args.device != "cpu" else cpu or platform.processor(),
+            "device": device_name(torch.device(args.device)),
             "threads": args.threads,
             "dtype": args.dtype,
             "torch": torch.__version__,

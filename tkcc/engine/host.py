@@ -1,9 +1,15 @@
-"""Sets up a process of the engine: the cores it may use, torch's threads, and the C allocator."""
+"""Sets up a process of the engine: the cores it may use, torch's threads, and the C allocator. Names its device."""
 
 import ctypes
 import os
+import platform
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tkcc.engine.tier.cpus import parse_cpus
+
+if TYPE_CHECKING:
+    import torch
 
 # glibc's malloc.h
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
@@ -50,3 +56,18 @@ def set_threads(num_threads: int) -> None:
     import torch
 
     torch.set_num_threads(num_threads)
+
+
+def device_name(device: "torch.device | None" = None) -> str:
+    """As artifacts name it: the GPU's name, or "cpu: <model name>", for no `device` too."""
+    if device is not None and device.type != "cpu":
+        import torch
+
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    # Not every architecture's kernel tells a model name.
+    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return f"cpu: {name}"

@@ -1,12 +1,12 @@
 """What this device can do at most: a result beyond it is a fault of the measurement, not a fast candidate."""
 
-import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from tkcc.engine.host import device_name as device_name
 from tkcc.engine.step import StepBatch, StepKind
 from tkcc.models.forward import ModelConfig
 
@@ -51,16 +51,6 @@ def least_s(config: ModelConfig, device: Device, step: StepBatch) -> float:
     rows = len(step.requests) if step.kind is StepKind.PREFILL else step.num_tokens
     flops = 2 * (config.num_layers * layer * step.num_tokens + head * rows)
     return max(read_s, flops / (GEMM_MARGIN * device.flops_per_s))
-
-
-def device_name() -> str:
-    """As artifacts name it: "cpu: <model name>"."""
-    try:
-        with open("/proc/cpuinfo") as file:
-            names = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
-    except OSError:
-        names = []
-    return f"cpu: {names[0] if names else platform.machine()}"
 
 
 def _timed(work: Callable[[], object], clock: Callable[[], float]) -> float:

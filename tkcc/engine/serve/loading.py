@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from tkcc.engine.artifact import ArtifactError, LoadedArtifact, baseline_digest, check_artifact, load_artifact
-from tkcc.engine.host import keep_freed_memory
+from tkcc.engine.host import device_name, keep_freed_memory
 from tkcc.engine.serve.cold_start import ColdStart
 from tkcc.engine.serve.options import ServeOptions
 from tkcc.engine.serve.runner import StepRunner
@@ -90,18 +90,6 @@ def load(options: ServeOptions, cold_start: ColdStart) -> Loaded:
         device_name=device_name(device),
         dtype=dtype_name,
     )
-
-
-def device_name(device: torch.device) -> str:
-    """As artifacts name it: "cpu: <model name>" or the GPU's name."""
-    if device.type != "cpu":
-        return torch.cuda.get_device_name(device)
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
-    return f"cpu: {name}"
 
 
 def _dtype_name(options: ServeOptions, artifact: LoadedArtifact | None) -> str:

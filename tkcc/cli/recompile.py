@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from tkcc.cli.command import CommandError
 
 if TYPE_CHECKING:
-    from tkcc.api.candidate import Candidate
     from tkcc.api.workload import Recording, Workload
     from tkcc.worker.campaign import Result
 
@@ -45,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=1, help="of a forward pass (1)")
     parser.add_argument("--incumbent", type=Path, metavar="DIR", help="artifact to beat (default: the baseline)")
     parser.add_argument("--script", type=Path, metavar="DIR", help="try the *.py files in DIR instead of searching")
-    parser.add_argument("--max-candidates", type=int, default=200, metavar="N")
+    parser.add_argument("--max-candidates", type=int, default=200, metavar="N", help="to try at most (200)")
     parser.add_argument("--min-gain", type=float, default=0.005, metavar="R", help="share worth a rollout (0.005)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--allow-unconfined", action="store_true", help="see `tkcc tier --help`")
@@ -54,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from tkcc.agents.scripted import ScriptedProposer, ScriptError
     from tkcc.agents.search import OfflineProposer
+    from tkcc.api.candidate import read_artifact
     from tkcc.worker import job
     from tkcc.worker.campaign import Budget
     from tkcc.worker.files import DirectorySink
@@ -64,7 +64,12 @@ def run(args: argparse.Namespace) -> int:
 
     budget_s = _seconds(args.budget)
     recording, workload = _traffic(args)
-    incumbent = _incumbent(args.incumbent) if args.incumbent else None
+    incumbent = None
+    try:
+        if args.incumbent:
+            _, incumbent = read_artifact(args.incumbent)
+    except (OSError, ValueError) as err:
+        raise CommandError(f"--incumbent {args.incumbent}: {err}") from err
     budget = Budget(duration_s=budget_s, max_candidates=args.max_candidates, min_gain=args.min_gain)
     work = job.Work(workload, recording, incumbent, budget, args.seed)
     try:
@@ -138,17 +143,6 @@ def _traffic(args: argparse.Namespace) -> "tuple[Recording, Workload]":
         raise CommandError(f"--trace {args.trace}: {err.strerror}") from err
     except ValueError as err:
         raise CommandError(f"--trace {args.trace}: {err}") from err
-
-
-def _incumbent(directory: Path) -> "Candidate":
-    from tkcc.api.candidate import Artifact, Candidate
-    from tkcc.api.codec import from_json
-
-    try:
-        manifest = from_json(Artifact, (directory / "manifest.json").read_bytes())
-        return Candidate((directory / "candidate.py").read_text(), manifest.params)
-    except (OSError, ValueError) as err:
-        raise CommandError(f"--incumbent {directory}: {err}") from err
 
 
 def _refuse_missing_model(directory: Path) -> None:

@@ -10,7 +10,6 @@ from tkcc.cli.command import CommandError
 
 if TYPE_CHECKING:
     from tkcc.agents.proposer import Proposer
-    from tkcc.api.candidate import Candidate
     from tkcc.api.workload import Recording, Workload
 
 COMMAND = "worker"
@@ -28,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from tkcc.api.candidate import read_artifact
     from tkcc.api.codec import from_dict, from_json
     from tkcc.api.run import RunSpec
     from tkcc.api.workload import Workload
@@ -49,7 +49,12 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError(f"run.json lacks {err}") from err
     except ValueError as err:
         raise CommandError(str(err)) from err
-    incumbent = _incumbent(order.get("incumbentDir", ""))
+    incumbent, directory = None, order.get("incumbentDir", "")
+    try:
+        if directory:
+            _, incumbent = read_artifact(Path(directory))
+    except (OSError, ValueError) as err:
+        raise CommandError(f"incumbent {directory}: {err}") from err
     proposer = _proposer(order, args.seed)
     duration_s = spec.budget.max_duration.total_seconds()
     budget = Budget(
@@ -97,19 +102,6 @@ def _proposer(order: dict[str, Any], seed: int) -> "Proposer":
         return ScriptedProposer(Path(directory))
     except ScriptError as err:
         raise CommandError(str(err)) from err
-
-
-def _incumbent(directory: str) -> "Candidate | None":
-    from tkcc.api.candidate import Artifact, Candidate
-    from tkcc.api.codec import from_json
-
-    if not directory:
-        return None
-    try:
-        manifest = from_json(Artifact, _read(Path(directory) / "manifest.json"))
-    except ValueError as err:
-        raise CommandError(f"{directory}/manifest.json: {err}") from err
-    return Candidate(_read(Path(directory) / "candidate.py").decode(), manifest.params)
 
 
 def _recording(run_dir: Path, workload: "Workload") -> "Recording":

@@ -13,8 +13,7 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
-from tkcc.api.candidate import Artifact, Candidate
-from tkcc.api.codec import from_json
+from tkcc.api.candidate import Artifact, Candidate, read_artifact
 from tkcc.models import llama
 from tkcc.models.forward import Build
 
@@ -77,26 +76,15 @@ def load_artifact(artifact_dir: Path | str) -> LoadedArtifact:
     """Read manifest.json and candidate.py. Raises ArtifactError when they are missing, bad, or do not match."""
     directory = Path(artifact_dir)
     try:
-        manifest = from_json(Artifact, (directory / "manifest.json").read_bytes())
-        source_bytes = (directory / "candidate.py").read_bytes()
-        source = source_bytes.decode()
+        manifest, candidate = read_artifact(directory)
     except OSError as err:
         raise ArtifactError(f"artifact {directory}: {err.strerror}: {err.filename}") from err
-    except UnicodeDecodeError:
-        raise ArtifactError(f"artifact {directory}: candidate.py is not UTF-8 text") from None
     except ValueError as err:
-        raise ArtifactError(f"artifact {directory}: manifest.json is {err}") from err
-    if len(source_bytes) > MAX_SOURCE_BYTES:
-        raise ArtifactError(
-            f"artifact {directory}: candidate.py has {len(source_bytes)} bytes, at most {MAX_SOURCE_BYTES}"
-        )
-    digest = Candidate(source, manifest.params).digest
-    if digest != manifest.digest:
-        raise ArtifactError(
-            f"artifact {directory}: candidate.py and its parameters have digest {digest[:16]}, the manifest says"
-            f" {manifest.digest[:16]}"
-        )
-    return LoadedArtifact(manifest, source)
+        raise ArtifactError(f"artifact {directory}: {err}") from err
+    num_bytes = len(candidate.source.encode())
+    if num_bytes > MAX_SOURCE_BYTES:
+        raise ArtifactError(f"artifact {directory}: candidate.py has {num_bytes} bytes, at most {MAX_SOURCE_BYTES}")
+    return LoadedArtifact(manifest, candidate.source)
 
 
 def check_artifact(manifest: Artifact, model_digest: str, dtype: str) -> None:

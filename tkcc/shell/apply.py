@@ -136,6 +136,6 @@ class Applier:
             raise Conflict(f"the result of {run} has gone before its artifact was made")
         try:
             made = render_artifact.artifact(owner, digest, result.get("data") or {})
-        except render_artifact.ArtifactError as err:
+        except ValueError as err:
             raise Invalid(f"the result of {run} is refused: {err}") from err
         await self._cluster.create_once(made, WORKLOAD)

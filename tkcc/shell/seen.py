@@ -4,12 +4,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from tkcc.api.candidate import Artifact, candidate_digest
+from tkcc.api.candidate import Artifact, candidate_digest, parse_artifact
 from tkcc.api.codec import from_dict, from_json
 from tkcc.api.run import RunResult, RunSpec, RunStatus
 from tkcc.control.observed import ArtifactSeen, Meta, PodSeen, RunSeen, ServingSeen, TierSeen
 from tkcc.kube.resources import JsonObject
-from tkcc.shell.render.artifact import checked_manifest
 from tkcc.shell.render.names import ARTIFACT_ANNOTATION, SERVING_LABEL
 from tkcc.shell.scrape import Reading
 
@@ -115,8 +114,8 @@ def result(data: Mapping[str, str]) -> ResultSeen:
 
 
 def artifact(obj: JsonObject, owner_uid: str) -> ArtifactSeen:
-    """Raises ArtifactError (a ValueError) where the content is not what its manifest claims."""
-    manifest = checked_manifest(obj.get("data", {}))
+    """Raises ValueError where the content is not what its manifest claims."""
+    manifest, _ = parse_artifact(obj.get("data", {}))
     created_at = when(obj["metadata"]["creationTimestamp"])
     return ArtifactSeen(manifest.digest, manifest, is_controlled_by(obj, owner_uid), created_at)
 

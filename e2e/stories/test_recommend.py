@@ -19,7 +19,7 @@ from tkcc.kube.resources import CONFIG_MAP, JOB, POD
 A = Mix(prompt_tokens=(40, 90), shared_tokens=32, per_second=6.0)
 B = Mix(prompt_tokens=(150, 230), shared_tokens=32, per_second=6.0)
 C = Mix(prompt_tokens=(450, 600), shared_tokens=32, per_second=4.0)
-FOR_C = candidates.for_long(120)  # nothing is recorded here, and what is made up reaches down to half of C's median
+FAST = candidates.fast()
 RUN_S, ROLLOUT_S, DRIFT_S = 600.0, 400.0, 120.0
 
 # Not in `make e2e` before it was told to its end on slower machines, too.
@@ -32,7 +32,7 @@ story: Story[Subject] = Story()
 def a_deployment_that_only_recommends(stage: Stage) -> Subject:
     spec = {"recompilation": {"mode": "RecommendOnly", "proposer": {"type": "Scripted", "scriptConfigMap": SCRIPT}}}
     subject = deploy(stage, "recommend", spec)
-    subject.script(FOR_C, candidates.slow())
+    subject.script(FAST, candidates.slow())
     subject.until_ready()
     subject.send(A)
     subject.until("a plan", lambda now: now.drift.plans)
@@ -80,10 +80,10 @@ def test_a_killed_tier_comes_back(subject: Subject) -> None:
 @story.chapter
 def test_the_run_ends_right_all_the_same(subject: Subject) -> None:
     recommended = subject.until_condition(ConditionType.CANDIDATE_AVAILABLE, "True", "RecommendOnly", RUN_S)
-    assert f"set spec.rollout.artifact to {FOR_C.digest}" in recommended.message
+    assert f"set spec.rollout.artifact to {FAST.digest}" in recommended.message
     run, _, status = subject.runs()[-1]
     assert len(subject.runs()) == 2, "no blind retry"
-    assert status.artifact == FOR_C.digest
+    assert status.artifact == FAST.digest
     assert _verdicts(subject, run) == list(dict.fromkeys(_verdicts(subject, run))), "no verdict was given twice"
     subject.until("Job and tiers are gone", lambda _: not subject.stage.api.list(JOB, subject.namespace))
 
@@ -99,12 +99,12 @@ def test_two_deployments_do_not_disturb_each_other(subject: Subject) -> None:
     second = Subject(subject.stage, subject.namespace, "second")
     second.apply({"recompilation": {"mode": "Disabled"}})
     second.until_ready()
-    second.change({"rollout": {"artifact": FOR_C.digest}})
+    second.change({"rollout": {"artifact": FAST.digest}})
     second.send(C)
 
     subject.trigger("again")
     subject.until_phase(Phase.RECOMPILING)
-    now = second.until("promoted", lambda now: now if now.stable.artifact == FOR_C.digest else None, ROLLOUT_S)
+    now = second.until("promoted", lambda now: now if now.stable.artifact == FAST.digest else None, ROLLOUT_S)
     assert now.recompilation.last_run == "" and not now.recompilation.started_at
     assert subject.status().stable.artifact == "baseline"
 
@@ -127,7 +127,7 @@ def test_the_artifact_stays_for_those_who_use_it(subject: Subject) -> None:
     second.kubectl("delete", "pod", sorted(pods)[0], "--wait=false")
     second.until("a new pod", lambda _: {pod["metadata"]["name"] for pod in second.pods("stable")} - pods)
     second.until_ready()
-    assert second.status().stable.artifact == FOR_C.digest
+    assert second.status().stable.artifact == FAST.digest
 
 
 def _pods(subject: Subject, run: str, component: str, tier: str = "") -> list[str]:

@@ -7,7 +7,7 @@ import pytest
 
 from tkcc.cli.main import commands, main, make_parser
 
-FOR_MACHINES = {"judge", "worker"}  # started by a tier's supervisor and by a Job
+FOR_MACHINES = {"worker"}  # started by a Job
 
 
 def test_every_command_explains_itself_with_an_example(capsys):

@@ -18,7 +18,6 @@ class FakeTier:
     gains: Mapping[str, float]
     overrides: Mapping[tuple[str, str], Outcome] = field(default_factory=dict)
     calls: list[tuple[str, str, AlphaTicket]] = field(default_factory=list)
-    incumbents: list[Candidate | None] = field(default_factory=list)
 
     def judge(
         self, candidate: Candidate, stage: str, ticket: AlphaTicket, progress: Callable[[str, int], None]
@@ -43,6 +42,3 @@ class FakeTier:
             log_gain_low=gain - 0.01, log_gain_high=gain + 0.01, ticket_id=ticket.id, reload_s=0.2,
             phases_s={"build": 0.1, "load": 0.1},
         )  # fmt: skip
-
-    def use_incumbent(self, incumbent: Candidate | None) -> None:
-        self.incumbents.append(incumbent)

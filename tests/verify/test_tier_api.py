@@ -91,6 +91,21 @@ def test_a_workload_for_estimates_only_decides_nothing(tier: TinyTier) -> None:
     tier.tier._await_state({"READY"}, 120)
 
 
+def test_an_estimate_against_the_baseline_needs_no_other_calibration(tier: TinyTier) -> None:
+    decode = "    def decode(self, batch, kv):\n        {}\n        return self.inner.decode(batch, kv)"
+    slow, same = changed(decode.format("time.sleep(0.01)"), "import time"), changed(decode.format("pass"))
+    given = {"workload": to_dict(workload()), "recording": to_dict(recording())}
+    client(tier).put("/v1/workload", json=given | {"incumbent": to_dict(slow)}).raise_for_status()
+    tier.tier._await_state({"READY"}, 120)
+    over_incumbent, over_baseline = (tier.judge(same, stage=stage) for stage in ("estimate", "estimate-baseline"))
+    info = client(tier).get("/v1/info").json()
+    assert over_incumbent.incumbent_digest == slow.digest == info["incumbentDigest"]
+    assert over_baseline.incumbent_digest == info["baselineDigest"]
+    assert over_incumbent.log_gain > 0.5 > abs(over_baseline.log_gain)
+    client(tier).put("/v1/workload", json=given).raise_for_status()
+    tier.tier._await_state({"READY"}, 120)
+
+
 def test_an_incumbent_that_does_not_build_is_told(tier: TinyTier) -> None:
     body = {"workload": to_dict(workload()), "recording": to_dict(recording())}
     answer = client(tier).put("/v1/workload", json=body | {"incumbent": to_dict(Candidate("def build(:", {}))})

@@ -4,7 +4,6 @@ import argparse
 import asyncio
 import os
 import signal
-import sys
 import tempfile
 from pathlib import Path
 
@@ -64,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
             num_threads=args.threads or len(os.sched_getaffinity(0)),
             token=token,
             cache_dir=(args.cache_dir or Path(scratch)).absolute(),
-            judge_command=(sys.executable, "-m", "tkcc", "judge"),
+            judge_entry="tkcc.verify.main:main",
             num_spares=args.spares,
             is_confined=not args.allow_unconfined,
             limits=TierLimits(build_s=args.build_s),

@@ -18,6 +18,7 @@ import torch
 
 from tkcc.api.report import AlphaTicket, CellReport, Outcome, Report
 from tkcc.api.workload import Recording
+from tkcc.engine.tier.records import Stage
 from tkcc.stats.eprocess import bootstrap_log_ratio, centre_and_spread, median, median_error
 from tkcc.verify import challenge, contexts, correctness, cost, errors, reference, roofline, speed
 from tkcc.verify.challenge import ChallengeSet
@@ -217,17 +218,18 @@ class Judge:
 
     # --- a candidate ---
 
-    def judge(self, digest: str, stage: str, ticket: AlphaTicket) -> Report:
+    def judge(self, digest: str, against: str, stage: Stage, ticket: AlphaTicket) -> Report:
+        """against: the incumbent, or for an estimate another one that is built."""
         contest = self.contest
         if contest is None:
             return Report(digest, "", self.tier, Outcome.EXPIRED, "no incumbent yet", ticket_id=ticket.id)
         report = Report(
-            digest, contest.digest, self.tier, Outcome.EXPIRED, "", noise_floor=contest.noise_floor,
+            digest, against, self.tier, Outcome.EXPIRED, "", noise_floor=contest.noise_floor,
             ticket_id=ticket.id, environment=self._environment(stage),
         )  # fmt: skip
         phases: dict[str, float] = {}
         try:
-            if stage != "estimate":
+            if not stage.is_estimate:
                 self._progress(0, "CORRECTNESS")
                 ready = self.challenges.popleft() if self.challenges else self._make_another()
                 found = try_correctness(contest.trial.runners, digest, ready, phases)
@@ -235,9 +237,9 @@ class Judge:
                 if not found.passed:
                     raise RefusalError(Outcome.WRONG, found.failure)
             self._progress(0, "SPEED")
-            decision, test, timing = contest.trial.run(contest.digest, digest, ticket, stage == "estimate")
+            decision, test, timing = contest.trial.run(against, digest, ticket, stage.is_estimate)
             report = self._with_timing(report, test, timing)
-            if stage == "estimate":
+            if stage.is_estimate:
                 return self._sized(report, contest, timing)
             return self._verdict(report, contest, decision, timing, ticket)
         except RefusalError as refusal:
@@ -290,9 +292,9 @@ class Judge:
             log_gain_high=overall.high,
         )
 
-    def _environment(self, stage: str) -> dict[str, str]:
+    def _environment(self, stage: Stage) -> dict[str, str]:
         return {
-            "stage": stage,
+            "stage": str(stage),
             "device": roofline.device_name(),
             "torch": torch.__version__,
             "dtype": self.model.dtype_name,

@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import signal
 import socket
 import sys
 import traceback
@@ -16,6 +15,7 @@ from tkcc.api.workload import Recording
 from tkcc.engine.tier import arena, sandbox, tensors
 from tkcc.engine.tier.arena import Layout
 from tkcc.engine.tier.channel import ChannelClosedError, Message
+from tkcc.engine.tier.records import Stage
 from tkcc.models.forward import ModelConfig
 from tkcc.verify.judge import Judge
 from tkcc.verify.link import SupervisorError, SupervisorLink
@@ -47,9 +47,7 @@ def main(channel_fd: int) -> int:
 
 
 def _serve(channel_fd: int) -> int:
-    sandbox.die_with_parent()
     sandbox.hide_memory()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's to handle
     with socket.socket(fileno=channel_fd) as sock, torch.inference_mode():
         link = SupervisorLink(sock)
         try:
@@ -105,7 +103,7 @@ def _handle(judge: Judge, link: SupervisorLink, message: Message) -> None:
                 )
             case "judge":
                 ticket = from_dict(AlphaTicket, body["ticket"])
-                report = judge.judge(body["digest"], body["stage"], ticket)
+                report = judge.judge(body["digest"], body["against"], Stage(body["stage"]), ticket)
                 link.send("report", report=to_dict(report))
     except (RefusalError, SupervisorError) as err:
         link.send("failed", reason=str(err))

@@ -29,8 +29,6 @@ class JudgingTier(Protocol):
         self, candidate: Candidate, stage: str, ticket: AlphaTicket, progress: Callable[[str, int], None]
     ) -> Report: ...
 
-    def use_incumbent(self, incumbent: Candidate | None) -> None: ...
-
 
 @dataclass(frozen=True, slots=True)
 class Budget:
@@ -176,7 +174,6 @@ class Campaign:
         over_incumbent = self._judge(self.slow, tried, "estimate", ticket)
         gain = over_incumbent
         if self.context.incumbent is not None:
-            self.slow.use_incumbent(None)
             gain = self._judge(self.slow, tried, "estimate-baseline", ticket)
         least = math.log1p(self.budget.min_gain)
         if not over_incumbent.log_gain_low > 0.0 or not over_incumbent.log_gain >= least:
@@ -194,7 +191,7 @@ class Campaign:
         if known is None:
             known = tier.judge(
                 tried.candidate,
-                stage.removesuffix("-baseline"),
+                stage,
                 ticket,
                 lambda doing, pairs: self.observer.changed(self.tried, tried, f"{tier.name} {doing}", pairs),
             )

@@ -69,12 +69,6 @@ class Tier:
         self._await_state({"READY"}, CALIBRATION_S)
         self.info = self._call("GET", "/v1/info")
 
-    def use_incumbent(self, incumbent: Candidate | None) -> None:
-        """Measure against this one from now on. Raises TierGoneError."""
-        self.setup = Setup(self.setup.workload, self.setup.recording, incumbent)
-        self._call("PUT", "/v1/incumbent", to_dict(incumbent) if incumbent else {})
-        self._await_state({"READY"}, CALIBRATION_S)
-
     def judge(
         self, candidate: Candidate, stage: str, ticket: AlphaTicket, progress: Callable[[str, int], None]
     ) -> Report:

@@ -39,7 +39,7 @@ def hand_over_build(runner: Runner, build: Build, layout: Layout) -> None:
 
 
 async def build_candidate(pool: Pool, config: TierConfig, candidate: Candidate, layout: Layout, norms_fd: int) -> Build:
-    """Import it, call its build() and prepare(), all within one deadline. Raises PoolError when none can be forked."""
+    """Import it, call its build() and prepare(), all within one deadline. Raises ForkError when none can be forked."""
     started = time.monotonic()
     build_dir = config.cache_dir / "builds" / candidate.digest
     build_dir.mkdir(parents=True, exist_ok=True)

@@ -35,7 +35,7 @@ class TierConfig:
     num_threads: int
     token: str
     cache_dir: Path  # builds, by digest
-    judge_command: tuple[str, ...]  # started with --channel-fd N; the engine knows nothing else of the judge
+    judge_entry: str  # "module:function", called with its channel's descriptor; all that the engine knows of the judge
     num_spares: int = 1
     device: str = "cpu"
     is_confined: bool = True

@@ -1,10 +1,11 @@
-"""Forks runners and builders from a process that has imported torch once and started no thread.
+"""Forks all processes of a tier that need torch, from one that has imported it once and started no thread.
 
 It is told by the supervisor what to fork and reports what ended; it decides nothing. Exits are seen through pidfds,
 not SIGCHLD: the judge stops and continues runners all the time, and each of those would wake this process up.
 """
 
 import gc
+import importlib
 import os
 import selectors
 import signal
@@ -89,20 +90,33 @@ def _fork(message: Message, sock: socket.socket) -> int:
     pid = os.fork()
     if pid:
         return pid
+    name, code = "runner", 71
     try:
         sock.close()
-        _child(message.body, message.fds)
+        os.setsid()  # its own process group: killed as one
+        sandbox.die_with_parent()
+        if message.op == "trusted":
+            name = message.body["entry"]
+            code = _trusted(message.body, message.fds)
+        else:
+            _candidate(message.body, message.fds)
     except BaseException as err:
-        os.write(2, f"runner: {type(err).__name__}: {err}\n".encode())
+        os.write(2, f"{name}: {type(err).__name__}: {err}\n".encode())
     finally:
-        os._exit(71)
+        os._exit(code)
     raise AssertionError("unreachable")
 
 
-def _child(body: dict[str, Any], fds: tuple[int, ...]) -> None:
+def _trusted(body: dict[str, Any], fds: tuple[int, ...]) -> int:
+    """Holder or judge: nothing of a candidate has been in this process, nor in the one it was forked from."""
+    (channel_fd,) = fds
+    _close_all_but({0, 1, 2, channel_fd})
+    module, _, function = body["entry"].partition(":")
+    return int(getattr(importlib.import_module(module), function)(channel_fd, **body["arguments"]))
+
+
+def _candidate(body: dict[str, Any], fds: tuple[int, ...]) -> None:
     control, step, kv, weights, log = fds
-    os.setsid()  # its own process group: killed as one
-    sandbox.die_with_parent()
     null = os.open(os.devnull, os.O_RDONLY)
     for target, source in ((0, null), (1, log), (2, log)):
         os.dup2(source, target)
@@ -121,7 +135,7 @@ def _child(body: dict[str, Any], fds: tuple[int, ...]) -> None:
 
 
 def _close_all_but(keep: set[int]) -> None:
-    """Whatever the forkserver has open is none of a candidate's business."""
+    """Whatever the forkserver has open is none of the child's business."""
     for name in os.listdir("/proc/self/fd"):
         fd = int(name)
         if fd not in keep:

@@ -4,7 +4,6 @@ On a CPU the weights are a sealed memory file, which lives as long as any proces
 of their own: the judge replaces them for its weight-perturbation challenge.
 """
 
-import signal
 import socket
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -53,19 +52,18 @@ def write_sealed(name: str, weights: Sequence[tuple[str, Tensor]]) -> tuple[int,
     return fd, layout
 
 
-def main(channel_fd: int, model_dir: Path, num_layers: int, dtype: str) -> int:
-    sandbox.die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def main(channel_fd: int, model_dir: str, num_layers: int, dtype: str) -> int:
     sandbox.hide_memory()
+    directory = Path(model_dir)
     with socket.socket(fileno=channel_fd) as sock:
         try:
-            full = load_config(model_dir)
+            full = load_config(directory)
             config = tier_config(full, num_layers)
-            loaded = load_weights(model_dir, torch.device("cpu"), tensors.DTYPES[dtype])
+            loaded = load_weights(directory, torch.device("cpu"), tensors.DTYPES[dtype])
             wanted = {k: w for k, w in loaded.items() if layer_of(k) < config.num_layers}
             weights_fd, weights = write_sealed("tkcc-weights", [(k, w) for k, w in wanted.items() if not is_norm(k)])
             norms_fd, norms = write_sealed("tkcc-norms", [(k, w) for k, w in wanted.items() if is_norm(k)])
-            digest = model_digest(model_dir)
+            digest = model_digest(directory)
         except CheckpointError as err:
             channel.send(sock, {"op": "failed", "reason": str(err)})
             return 1

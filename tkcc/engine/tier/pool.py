@@ -19,23 +19,16 @@ from typing import Any
 
 from tkcc.engine.tier import arena, channel
 from tkcc.engine.tier.arena import Geometry, Layout
-from tkcc.engine.tier.channel import Message
 from tkcc.engine.tier.config import MEMORY_FACTOR, MEMORY_FLOOR_BYTES, TierConfig
-from tkcc.engine.tier.link import Link, child_environment, start_child, stop_child
+from tkcc.engine.tier.forks import Forked, ForkError, Forkserver
+from tkcc.engine.tier.link import child_environment
 from tkcc.engine.tier.pids import PidLimit
 from tkcc.engine.tier.sandbox import Limits, Profile
 
-FORKSERVER_START_S = 300.0  # importing torch takes seconds, on a starved core minutes
-FORK_S = 20.0
-COMPILER_S = 200.0  # importing torch's compiler takes some 8 s on a core of its own
 EXIT_S = 10.0
 EXIT_REPORT_S = 1.0
 WATCH_INTERVAL_S = 0.25
 LOG_TAIL_BYTES = 2048
-
-
-class PoolError(Exception):
-    """A runner could not be had."""
 
 
 @dataclass(slots=True)
@@ -43,8 +36,7 @@ class Runner:
     """One candidate's process, seen from the supervisor."""
 
     id: int
-    pid: int
-    pidfd: int
+    process: Forked
     control: socket.socket  # the driver's end
     step_fd: int
     kv_fd: int
@@ -54,19 +46,18 @@ class Runner:
     pid_limit: PidLimit
     log: bytearray = field(default_factory=bytearray)
     logged_bytes: int = 0
-    exit_code: int | None = None
     killed_for: str = ""
-    exited: asyncio.Event = field(default_factory=asyncio.Event)
 
     def end(self) -> str:
         """How it ended, for people; empty while it lives."""
         if self.killed_for:
             return self.killed_for
-        if self.exit_code is None:
+        code = self.process.code
+        if self.process.is_lost:
+            return "the forkserver ended"
+        if code is None:
             return ""
-        if self.exit_code < 0:
-            return f"killed by {signal.Signals(-self.exit_code).name}"
-        return f"exited with code {self.exit_code}"
+        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
     def log_tail(self) -> str:
         return bytes(self.log[-LOG_TAIL_BYTES:]).decode(errors="replace")
@@ -83,73 +74,25 @@ class RunnerKind:
 
 
 class Pool:
-    def __init__(self, config: TierConfig, weights_fd: int, weights_bytes: int) -> None:
-        self._config = config
+    def __init__(self, config: TierConfig, forks: Forkserver, weights_fd: int, weights_bytes: int) -> None:
+        self._config, self._forks = config, forks
         self._weights_fd, self._weights_bytes = weights_fd, weights_bytes
         self._memory_bytes = config.limits.memory_bytes or MEMORY_FACTOR * weights_bytes + MEMORY_FLOOR_BYTES
         self.kind: RunnerKind | None = None
         self._generation = 0
         self._next_id = 0
-        self._waiting: dict[int, asyncio.Future[Message]] = {}
         self._runners: dict[int, Runner] = {}
         self._spares: deque[Runner] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._ready = asyncio.Event()
-        self._busy = asyncio.Lock()  # the forkserver imports, or is to be asked for something
-        self._compiler = asyncio.Event()
         self.num_kills = 0  # for what a candidate did; every other runner ends once it was used
 
-    # --- the forkserver ---
-
-    async def start(self) -> None:
-        """Raises PoolError when the forkserver does not come up."""
-        command = [sys.executable, "-m", "tkcc.engine.tier", "forkserver", "--threads", str(self._config.num_threads)]
-        self._process, sock = await start_child(command, child_environment())
-        self._link = Link(sock, self._on_message, self._on_close)
-        try:
-            await asyncio.wait_for(self._ready.wait(), FORKSERVER_START_S)
-        except TimeoutError:
-            raise PoolError("the forkserver did not come up") from None
+    def start(self) -> None:
         self._spawn_task(self._watch())
-
-    def _on_message(self, message: Message) -> None:
-        match message.op:
-            case "ready":
-                self._ready.set()
-            case "compiler":
-                self._compiler.set()
-            case "forked":
-                self._waiting.pop(message.body["id"]).set_result(message)
-            case "exited":
-                for runner in self._runners.values():
-                    if runner.pid == message.body["pid"]:
-                        runner.exit_code = message.body["code"]
-                        runner.exited.set()
-
-    def _on_close(self) -> None:
-        """The forkserver is gone and, by their parent-death signal, so are all runners."""
-        for future in self._waiting.values():
-            future.set_exception(PoolError("the forkserver ended"))
-        self._waiting.clear()
-        for runner in self._runners.values():
-            runner.killed_for = runner.killed_for or "the forkserver ended"
-            runner.exited.set()
-        self._ready.set()
-        self._compiler.set()
-
-    @property
-    def is_up(self) -> bool:
-        return self._ready.is_set() and self._link.is_open
 
     async def stop(self) -> None:
         for task in self._tasks:
             task.cancel()
-        for runner in list(self._runners.values()):
-            self._kill(runner, "")
-        self._link.close()
-        await stop_child(self._process)
-        for runner in list(self._runners.values()):
-            self._forget(runner)
+        await asyncio.gather(*(self.retire(runner) for runner in list(self._runners.values())))
 
     # --- runners ---
 
@@ -166,23 +109,17 @@ class Pool:
         return len(self._spares)
 
     async def load_compiler(self) -> None:
-        """Have runners come with torch's compiler imported from now on. Raises PoolError."""
-        async with self._busy:
-            if self._compiler.is_set():
-                return
-            try:
-                self._link.send({"op": "compiler"})
-                await asyncio.wait_for(self._compiler.wait(), COMPILER_S)
-            except (channel.ChannelClosedError, TimeoutError) as err:
-                raise PoolError("the forkserver does not answer") from err
+        """Have runners come with torch's compiler imported from now on. Raises ForkError."""
+        if not await self._forks.load_compiler():
+            return
         self._generation += 1  # spares without it are of no use
         self._refill()
 
     async def take(self) -> Runner:
-        """A fresh runner, from the spares if there is one. Raises PoolError."""
+        """A fresh runner, from the spares if there is one. Raises ForkError."""
         while self._spares:
             runner = self._spares.popleft()
-            if runner.exit_code is None and runner.generation == self._generation:
+            if not runner.process.exited.is_set() and runner.generation == self._generation:
                 self._refill()
                 return runner
             await self.retire(runner)
@@ -191,7 +128,7 @@ class Pool:
         return runner
 
     async def take_builder(self, build_dir: Path) -> Runner:
-        """A process that may start a compiler and write to `build_dir`. Raises PoolError."""
+        """A process that may start a compiler and write to `build_dir`. Raises ForkError."""
         return await self._fork(build_dir)
 
     async def retire(self, runner: Runner, is_gone: bool = False) -> str:
@@ -201,13 +138,13 @@ class Pool:
         """
         if is_gone:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(runner.exited.wait(), EXIT_REPORT_S)
+                await asyncio.wait_for(runner.process.exited.wait(), EXIT_REPORT_S)
         how = runner.end()
         self._kill(runner, "")
         try:
-            await asyncio.wait_for(runner.exited.wait(), EXIT_S)
+            await asyncio.wait_for(runner.process.exited.wait(), EXIT_S)
         except TimeoutError:
-            print(f"tkcc tier: runner {runner.pid} does not die", file=sys.stderr)
+            print(f"tkcc tier: runner {runner.process.pid} does not die", file=sys.stderr)
         self._drain_log(runner)
         self._forget(runner)
         return how
@@ -220,7 +157,7 @@ class Pool:
         generation = self._generation
         try:
             runner = await self._fork(None)
-        except PoolError:
+        except ForkError:
             return  # take() tries again and reports
         if generation != self._generation or len(self._spares) >= self._config.num_spares:
             await self.retire(runner)
@@ -229,9 +166,7 @@ class Pool:
 
     async def _fork(self, build_dir: Path | None) -> Runner:
         if self.kind is None:
-            raise PoolError("no workload yet")
-        if not self.is_up:
-            raise PoolError("the forkserver is down")
+            raise ForkError("no workload yet")
         self._next_id += 1
         runner_id = self._next_id
         scratch = self._config.cache_dir / "scratch" / f"{os.getpid()}-{runner_id}"
@@ -244,39 +179,20 @@ class Pool:
         ours, theirs = channel.pair()
         log_fd, log_write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         os.set_blocking(log_write_fd, True)
-        future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
-        self._waiting[runner_id] = future
         body = {
-            "op": "spawn",
-            "id": runner_id,
+            "op": "candidate",
             "spec": self.kind.spec,
             "profile": asdict(self._profile(scratch, build_dir)),
             "env": child_environment(HOME=str(scratch), TMPDIR=str(scratch)),
             "cwd": str(scratch),
         }
         try:
-            async with self._busy:
-                self._link.send(body, [theirs.fileno(), step_fd, kv_fd, self._weights_fd, log_write_fd])
-                message = await asyncio.wait_for(future, FORK_S)
-        except (channel.ChannelClosedError, TimeoutError) as err:
-            raise PoolError("the forkserver does not answer") from err
+            process = await self._forks.fork(body, [theirs.fileno(), step_fd, kv_fd, self._weights_fd, log_write_fd])
         finally:
-            self._waiting.pop(runner_id, None)
             theirs.close()
             os.close(log_write_fd)
-        runner = Runner(
-            runner_id,
-            message.body["pid"],
-            message.fds[0],
-            ours,
-            step_fd,
-            kv_fd,
-            log_fd,
-            scratch,
-            self._generation,
-            pid_limit,
-        )
-        pid_limit.hold(runner.pid)  # it waits for its driver: nothing of the candidate has run
+        runner = Runner(runner_id, process, ours, step_fd, kv_fd, log_fd, scratch, self._generation, pid_limit)
+        pid_limit.hold(process.pid)  # it waits for its driver: nothing of the candidate has run
         self._runners[runner_id] = runner
         asyncio.get_running_loop().add_reader(log_fd, self._drain_log, runner)
         return runner
@@ -303,10 +219,10 @@ class Pool:
         while True:
             await asyncio.sleep(WATCH_INTERVAL_S)
             for runner in list(self._runners.values()):
-                if runner.exit_code is not None or self.kind is None:
+                if runner.process.exited.is_set() or self.kind is None:
                     continue
                 shared = self._weights_bytes + self.kind.kv.num_bytes + self.kind.step.num_bytes
-                if _resident_bytes(runner.pid) > self._memory_bytes + shared:
+                if _resident_bytes(runner.process.pid) > self._memory_bytes + shared:
                     self._kill(runner, f"killed: more than {self._memory_bytes >> 20} MiB of memory")
                 elif _tree_bytes(runner.scratch) > limits.scratch_bytes:
                     self._kill(runner, f"killed: more than {limits.scratch_bytes >> 20} MiB of files")
@@ -330,21 +246,20 @@ class Pool:
 
     def _kill(self, runner: Runner, reason: str) -> None:
         """The whole process group by pid; the leader by pidfd, which cannot hit anyone else."""
-        if runner.exit_code is None and reason and not runner.killed_for:
+        if reason and not runner.process.exited.is_set() and not runner.killed_for:
             runner.killed_for = reason
             self.num_kills += 1
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(runner.pid, signal.SIGKILL)
-        if runner.exit_code is None:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(runner.pidfd, signal.SIGKILL)
+            os.killpg(runner.process.pid, signal.SIGKILL)
+        runner.process.kill()
 
     def _forget(self, runner: Runner) -> None:
         if self._runners.pop(runner.id, None) is None:
             return
         asyncio.get_running_loop().remove_reader(runner.log_fd)
         runner.control.close()
-        for fd in (runner.pidfd, runner.step_fd, runner.kv_fd, runner.log_fd):
+        runner.process.close()
+        for fd in (runner.step_fd, runner.kv_fd, runner.log_fd):
             os.close(fd)
         runner.pid_limit.remove()
         shutil.rmtree(runner.scratch, ignore_errors=True)

@@ -20,7 +20,12 @@ class TierError(Exception):
 class Stage(StrEnum):
     SCREEN = "screen"  # correctness, then speed at the ticket's alpha: orders work
     CONFIRM = "confirm"  # fresh runners, fresh seeds; the only stage that accepts
-    ESTIMATE = "estimate"  # a fixed number of pairs: sizes the gain, decides nothing
+    ESTIMATE = "estimate"  # sizes the gain from fresh pairs, decides nothing
+    ESTIMATE_BASELINE = "estimate-baseline"  # the same against the baseline revision, whatever the incumbent is
+
+    @property
+    def is_estimate(self) -> bool:
+        return self in (Stage.ESTIMATE, Stage.ESTIMATE_BASELINE)
 
 
 @dataclass(slots=True)

@@ -33,7 +33,6 @@ def make_app(supervisor: Supervisor) -> web.Application:
     app.router.add_get("/metrics", _metrics)
     app.router.add_get("/v1/info", _info)
     app.router.add_put("/v1/workload", _put_workload)
-    app.router.add_put("/v1/incumbent", _put_incumbent)
     app.router.add_post("/v1/candidates", _post_candidate)
     app.router.add_post("/v1/judgements", _post_judgement)
     app.router.add_get("/v1/judgements/{id}", _get_judgement)
@@ -78,12 +77,6 @@ async def _put_workload(request: web.Request) -> web.Response:
     incumbent = from_dict(Candidate, body["incumbent"]) if body.get("incumbent") else None
     await supervisor.put_workload(workload, recording, incumbent, bool(body.get("estimatesOnly", False)))
     return web.json_response({"cells": supervisor.describe_cells(), "steps": supervisor.num_steps})
-
-
-async def _put_incumbent(request: web.Request) -> web.Response:
-    body = await _json_object(request)
-    candidate = from_dict(Candidate, body) if body else None
-    return web.json_response({"digest": await request.app[SUPERVISOR].put_incumbent(candidate)})
 
 
 async def _post_candidate(request: web.Request) -> web.Response:

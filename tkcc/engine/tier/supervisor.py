@@ -22,8 +22,9 @@ from tkcc.engine.tier.arena import Geometry, Layout
 from tkcc.engine.tier.builder import build_candidate, hand_over_build
 from tkcc.engine.tier.channel import Message
 from tkcc.engine.tier.config import TierConfig
-from tkcc.engine.tier.link import Link, child_environment, start_child, stop_child
-from tkcc.engine.tier.pool import Pool, PoolError, Runner, RunnerKind
+from tkcc.engine.tier.forks import ForkError, Forkserver
+from tkcc.engine.tier.link import Link
+from tkcc.engine.tier.pool import Pool, Runner, RunnerKind
 from tkcc.engine.tier.records import Build, Judgement, Stage, TierError
 
 HOLDER_START_S = 300.0
@@ -68,26 +69,29 @@ class Supervisor:
                 f"this kernel cannot contain candidates: it lacks {'; '.join(missing)}. Use another machine, or run"
                 " trusted candidates only with --allow-unconfined"
             )
-        say(f"tier {self.config.tier}: loading weights from {self.config.model_dir}")
-        await self._start_holder()
-        say(
-            f"tier {self.config.tier}: {self._weights.num_bytes >> 20} MiB of weights sealed; forkserver and judge next"
-        )
-        self.pool = Pool(self.config, self._weights_fd, self._weights.num_bytes)
+        say(f"tier {self.config.tier}: starting, then loading weights from {self.config.model_dir}")
+        self.forks = Forkserver(self.config.num_threads)
         try:
-            await self.pool.start()
-        except PoolError as err:
+            await self.forks.start()
+            await self._start_holder()
+            say(f"tier {self.config.tier}: {self._weights.num_bytes >> 20} MiB of weights sealed; the judge is next")
+            self.pool = Pool(self.config, self.forks, self._weights_fd, self._weights.num_bytes)
+            self.pool.start()
+            await self._start_judge()
+        except ForkError as err:
             raise TierError(str(err)) from err
-        await self._start_judge()
         self._add_task(self._work())
         self.state = "WAITING"
         say(f"tier {self.config.tier}: waiting for a workload")
 
     async def _start_holder(self) -> None:
         config = self.config
-        command = [sys.executable, "-m", "tkcc.engine.tier", "holder", "--model", str(config.model_dir)]
-        command += ["--layers", str(config.num_layers), "--dtype", config.dtype]
-        self._holder, self._holder_sock = await start_child(command, child_environment())
+        self._holder, self._holder_sock = await self.forks.start_trusted(
+            "tkcc.engine.tier.holder:main",
+            model_dir=str(config.model_dir),
+            num_layers=config.num_layers,
+            dtype=config.dtype,
+        )
         loop = asyncio.get_running_loop()
         self._holder_sock.settimeout(HOLDER_START_S)
         try:
@@ -108,7 +112,7 @@ class Supervisor:
     async def _start_judge(self) -> None:
         self._judge_starts += 1
         self._judge_said_hello.clear()
-        self._judge, sock = await start_child(self.config.judge_command, child_environment())
+        self._judge, sock = await self.forks.start_trusted(self.config.judge_entry)
         self._link = Link(sock, self._on_judge, self._on_judge_gone)
         body = {
             "op": "start",
@@ -136,16 +140,18 @@ class Supervisor:
             task.cancel()
         if hasattr(self, "_link"):
             self._link.close()
-            await stop_child(self._judge)
+            await self._judge.stop()
         if hasattr(self, "pool"):
             await self.pool.stop()
         if hasattr(self, "_holder"):
             self._holder_sock.close()
-            await stop_child(self._holder)
+            await self._holder.stop()
+        if hasattr(self, "forks"):
+            await self.forks.stop()
 
     @property
     def is_healthy(self) -> bool:
-        return self.state in ("WAITING", "CALIBRATING", "READY") and self.pool.is_up and self._link.is_open
+        return self.state in ("WAITING", "CALIBRATING", "READY") and self.forks.is_up and self._link.is_open
 
     # --- what the API asks for ---
 
@@ -212,19 +218,6 @@ class Supervisor:
         except TimeoutError:
             raise TierError("the judge did not make cells of the workload in time", 500) from None
 
-    async def put_incumbent(self, candidate: Candidate | None) -> str:
-        """The forward pass that candidates must beat; None = the baseline revision. Raises TierError."""
-        wanted = candidate or self.baseline
-        await self._idle.wait()
-        build = await self.submit(wanted)
-        if build.state != "BUILT":
-            raise TierError(_unbuilt(build), 422)
-        self._wanted, self._incumbent = wanted, build
-        self.state = "CALIBRATING"
-        self._idle.clear()
-        self._link.send({"op": "incumbent", "digest": wanted.digest})
-        return wanted.digest
-
     async def submit(self, candidate: Candidate) -> Build:
         """Triage and build; the same digest is built once. Raises TierError while there is no workload."""
         known = self.builds.get(candidate.digest)
@@ -242,7 +235,7 @@ class Supervisor:
                 if triage.wants_compiler(candidate):
                     await self.pool.load_compiler()
                 build = await build_candidate(self.pool, self.config, candidate, kind.step, self._norms_fd)
-            except PoolError as err:
+            except ForkError as err:
                 raise TierError(str(err), 503) from err
         return self._remember(build)
 
@@ -253,7 +246,7 @@ class Supervisor:
             raise TierError(f"no candidate {digest[:16]} here: POST /v1/candidates first", 404)
         if build.state != "BUILT":
             raise TierError(f"candidate {digest[:16]} is {build.state}: {build.reason}")
-        if self._workload and self._workload["estimates_only"] and stage is not Stage.ESTIMATE:
+        if self._workload and self._workload["estimates_only"] and not stage.is_estimate:
             raise TierError("the workload was given for estimates only")
         judgement = Judgement(f"j{next(self._ids)}", digest, stage, ticket)
         try:
@@ -282,16 +275,33 @@ class Supervisor:
             await self._idle.wait()
             self._current = judgement
             judgement.state = "CORRECTNESS"
-            body = {"op": "judge", "digest": judgement.digest, "stage": judgement.stage}
             try:
-                self._link.send({**body, "ticket": to_dict(judgement.ticket)})
+                self._link.send(await self._order(judgement))
                 await asyncio.wait_for(judgement.done.wait(), self.config.limits.judgement_s)
+            except TierError as err:
+                self._end_current(Outcome.EXPIRED, str(err))
             except (channel.ChannelClosedError, TimeoutError) as err:
                 late = isinstance(err, TimeoutError)
                 reason = f"no verdict in {self.config.limits.judgement_s:.0f} s" if late else "the judge is down"
                 self._end_current(Outcome.TIMEOUT if late else Outcome.EXPIRED, reason)
                 if late:  # it may be in any state: a new one is the only safe way on
                     self._judge.kill()
+
+    async def _order(self, judgement: Judgement) -> dict[str, Any]:
+        """What the judge is told to do. Raises TierError where what it is to be measured against does not build."""
+        assert self._incumbent is not None
+        against = self._incumbent
+        if judgement.stage is Stage.ESTIMATE_BASELINE:
+            against = await self.submit(self.baseline)
+            if against.state != "BUILT":
+                raise TierError(_unbuilt(against))
+        return {
+            "op": "judge",
+            "digest": judgement.digest,
+            "against": against.candidate.digest,
+            "stage": judgement.stage,
+            "ticket": to_dict(judgement.ticket),
+        }
 
     def _end_current(self, outcome: Outcome, reason: str) -> None:
         judgement, self._current = self._current, None
@@ -312,13 +322,13 @@ class Supervisor:
             self._add_task(self._restart_judge())
 
     async def _restart_judge(self) -> None:
-        await stop_child(self._judge)
+        await self._judge.stop()
         if self._judge_starts >= MAX_JUDGE_STARTS:
             self.state, self.failure = "FAILED", f"the judge ended {self._judge_starts} times"
             return
         try:
             await self._start_judge()
-        except TierError as err:
+        except (TierError, ForkError) as err:
             self.state, self.failure = "FAILED", str(err)
             return
         if self._workload is not None:
@@ -393,17 +403,17 @@ class Supervisor:
         reply: dict[str, Any] = {"op": "reply", "call": body["call"]}
         try:
             if build is None or build.state != "BUILT":
-                raise PoolError(f"candidate {body['digest'][:16]} is not built")
+                raise ForkError(f"candidate {body['digest'][:16]} is not built")
             runner = await self.pool.take()
             hand_over_build(runner, build, self._need_kind().step)
-        except (PoolError, OSError) as err:
+        except (ForkError, OSError) as err:
             with contextlib.suppress(channel.ChannelClosedError):
                 self._link.send({**reply, "error": str(err)})
             return
         self._runners[runner.id] = runner
-        fds = [runner.control.fileno(), runner.step_fd, runner.kv_fd, runner.pidfd]
+        fds = [runner.control.fileno(), runner.step_fd, runner.kv_fd, runner.process.pidfd]
         with contextlib.suppress(channel.ChannelClosedError):
-            self._link.send({**reply, "runner": runner.id, "pid": runner.pid, "built_s": build.build_s}, fds)
+            self._link.send({**reply, "runner": runner.id, "pid": runner.process.pid, "built_s": build.build_s}, fds)
 
     async def _retire(self, runner: Runner | None, call: int | None, is_gone: bool) -> None:
         end, log = "", ""

@@ -28,7 +28,6 @@ class BrokenOffError(Exception):
 @dataclass
 class Chapter(Generic[S]):
     tell: Callable[[S], None]
-    is_full: bool = False
     told: "Future[None]" = field(default_factory=Future)
     took_s: float | None = None
 
@@ -50,26 +49,20 @@ class Story(Generic[S]):
         return make
 
     def chapter(self, tell: Callable[[S], None]) -> Callable[["Telling"], None]:
-        return self._add(Chapter(tell))
-
-    def full_chapter(self, tell: Callable[[S], None]) -> Callable[["Telling"], None]:
-        """One that does not fit CI's time."""
-        return pytest.mark.full(self._add(Chapter(tell, is_full=True)))
-
-    def _add(self, chapter: Chapter[S]) -> Callable[["Telling"], None]:
+        chapter = Chapter(tell)
         self.chapters.append(chapter)
 
         def test(telling: "Telling") -> None:
             telling.wait(self, chapter)
 
-        test.__name__, test.__doc__ = chapter.tell.__name__, chapter.tell.__doc__
+        test.__name__, test.__doc__ = tell.__name__, tell.__doc__
         test.part_of = (self, chapter)  # type: ignore[attr-defined]
         return test
 
     def tell(self, stage: Stage, wanted: set[int]) -> None:
         """The wanted chapters, by id, and those that they build on."""
         last = max(i for i, chapter in enumerate(self.chapters) if id(chapter) in wanted)
-        chapters = [c for c in self.chapters[: last + 1] if id(c) in wanted or not c.is_full]
+        chapters = self.chapters[: last + 1]
         try:
             assert self._given is not None, "a story without @story.given"
             scene = self._given(stage)

@@ -22,7 +22,7 @@ MANAGED = ",".join(f"{key}={value}" for key, value in MANAGED_BY.items())
 
 for chatty in ("httpx", "kopf.objects"):  # a line for every scrape, and for every watch event
     logging.getLogger(chatty).setLevel(logging.WARNING)
-prometheus_client.disable_created_metrics()
+prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
 try:
     process = shell.Process(tkcc_settings.load())
 except ValueError as err:
@@ -44,10 +44,7 @@ async def start(settings: kopf.OperatorSettings, **_: Any) -> None:
         settings.watching.label_selectors[resource] = MANAGED
     try:
         await process.start()
-    except (
-        ClusterError,
-        OSError,
-    ) as err:  # no credentials, a port that is taken: say so and end
+    except (ClusterError, OSError) as err:  # no credentials, a port that is taken: say so and end
         raise SystemExit(f"tkcc operator: {err}") from None
 
 

@@ -1,5 +1,6 @@
 """A real API server for every test that asks for `plane`: etcd, kube-apiserver and controller manager, started once,
-with the chart's CRDs and rights installed. No kubelet: tests.fakes.kubelet stands in for it."""
+with the chart's CRDs and rights installed. No kubelet: tests.fakes.kubelet stands in for it. And `faulty`, for what the
+real one cannot be made to show."""
 
 import asyncio
 import itertools
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from kmock import RawHandler, Response
 
 # The same examples each time, and no failure because the machine is busy.
 settings.register_profile("tkcc", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -107,3 +109,23 @@ async def cluster(operator_kubeconfig: Path) -> AsyncIterator[Any]:
     """The API as the operator."""
     async with connected(operator_kubeconfig) as found:
         yield found
+
+
+@pytest.fixture
+async def faulty(kmock: RawHandler) -> AsyncIterator[Any]:
+    """The API of a server that answers as the test has told kmock, and is given up after three attempts."""
+    from kubernetes.aio.client import ApiClient, Configuration
+
+    from tkcc.kube.cluster import Cluster
+    from tkcc.kube.retry import Backoff
+
+    configuration = Configuration(host=str(kmock.url).rstrip("/"))
+    configuration.api_key["BearerToken"] = "bearer s3cret"
+    client = ApiClient(configuration)
+    yield Cluster(client, timeout_s=0.5, backoff=Backoff(attempts=3, first_s=0.001, cap_s=0.002))
+    await client.close()
+
+
+def refused(code: int, reason: str, message: str = "because") -> Response:
+    """A refusal as the API server words it."""
+    return Response(status=code, payload={"kind": "Status", "code": code, "reason": reason, "message": message})

@@ -1,8 +1,7 @@
-"""The liveness of watches, with a clock that the test turns and a real HTTP server for the signs of life."""
+"""The liveness of watches, with a clock that the test turns and a scripted HTTP server for the signs of life."""
 
 import aiohttp
-from aiohttp import web
-from aiohttp.test_utils import TestServer
+from kmock import RawHandler
 
 from tkcc.shell.watches import Watches
 
@@ -42,22 +41,28 @@ def test_resources_that_nobody_watches_do_not_count():
     assert watches.stalled() == {}
 
 
-async def test_an_answered_request_is_a_sign_of_life_and_a_refused_one_is_not():
+async def test_an_answered_request_is_a_sign_of_life_and_a_refused_one_is_not(kmock: RawHandler):
     seen: list[str] = []
     watches = Watches(["pods", "jobs"], 60, Clock(), seen.append)
-    app = web.Application()
-    app.router.add_get("/api/v1/namespaces/shop/pods", _refuse)
-    app.router.add_get("/{path:.*}", _answer)
-    async with TestServer(app) as server, aiohttp.ClientSession(trace_configs=[watches.trace()]) as session:
+    kmock["get /api/v1/namespaces/shop/pods"] << 403
+    kmock << 200
+    async with aiohttp.ClientSession(kmock.url, trace_configs=[watches.trace()]) as session:
         for path in ("/api/v1/pods", "/apis/batch/v1/namespaces/shop/jobs", "/api/v1/namespaces/shop/pods"):
-            async with session.get(server.make_url(path)):
+            async with session.get(path):
                 pass
     assert seen == ["pods", "shop/jobs"]
 
 
-async def _answer(request: web.Request) -> web.Response:
-    return web.Response()
-
-
-async def _refuse(request: web.Request) -> web.Response:
-    return web.Response(status=403)
+async def test_a_watch_that_ends_lives_while_it_is_answered_anew(kmock: RawHandler):
+    clock = Clock()
+    watches = Watches(["pods"], 60, clock)
+    kmock["watch v1/pods"][:3] << ({"type": "ADDED", "object": {}},)
+    kmock["watch v1/pods"][3:] << 500
+    stalled = []
+    async with aiohttp.ClientSession(kmock.url, trace_configs=[watches.trace()]) as session:
+        for _ in range(5):
+            async with session.get("/api/v1/pods?watch=true") as watch:
+                await watch.read()
+            clock.now_s += 40
+            stalled.append(watches.stalled())
+    assert stalled == [{}, {}, {}, {"pods": 80}, {"pods": 120}]

@@ -2,27 +2,13 @@
 
 import pytest
 
-from tkcc.api.candidate import Artifact, Candidate, parse_artifact, read_artifact
+from tests.fakes.manifest import manifest
+from tkcc.api.candidate import Candidate, parse_artifact, read_artifact
 from tkcc.api.codec import to_json
-from tkcc.api.workload import Quantiles, Workload
 
 SOURCE = "def build(spec, weights, cells):\r\n    return '\r é'\n"
 PARAMS = {"tile": 4}
-ZERO = Quantiles(0, 0, 0, 0)
-MANIFEST = Artifact(
-    digest=Candidate(SOURCE, PARAMS).digest,
-    params=PARAMS,
-    model_digest="m" * 64,
-    engine_version="0",
-    device="cpu: fake",
-    dtype="float32",
-    workload=Workload(ZERO, ZERO, ZERO, 0, 0, 60, 0),
-    workload_digest="",
-    verdict="Unjudged",
-    judge_version="",
-    judge_source_hash="",
-    traffic_source="",
-)
+MANIFEST = manifest(Candidate(SOURCE, PARAMS).digest, params=PARAMS)
 FILES = {"manifest.json": to_json(MANIFEST), "candidate.py": SOURCE, "report.json": "{}"}
 
 

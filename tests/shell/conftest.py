@@ -11,12 +11,12 @@ import pytest
 
 from tests.conftest import connected
 from tests.fakes.kubelet import FakeKubelet
-from tkcc.api.candidate import Artifact, candidate_digest
+from tests.fakes.manifest import manifest
+from tkcc.api.candidate import candidate_digest
 from tkcc.api.codec import from_dict, to_json
 from tkcc.api.condition import Condition, find_condition
 from tkcc.api.spec import Spec
 from tkcc.api.status import Status
-from tkcc.api.workload import Quantiles, Workload
 from tkcc.kube.cluster import Cluster
 from tkcc.kube.errors import ClusterError, Conflict
 from tkcc.kube.resources import CONFIG_MAP, INFERENCE_DEPLOYMENT, POD, RECOMPILATION_RUN, JsonObject
@@ -36,7 +36,6 @@ QUICK = {
         "progressDeadline": "120s",
     },
 }
-WORKLOAD = Workload(Quantiles(9, 9, 9, 9), Quantiles(9, 9, 9, 9), Quantiles(1, 1, 1, 1), 500, 60, 60, 60)
 
 
 class World:
@@ -100,20 +99,8 @@ class World:
     async def artifact(self, source: str, owner: JsonObject | None = None) -> str:
         """A hand-made artifact ConfigMap; its digest. One with an owner is labelled as the operator labels it."""
         digest = candidate_digest(source, {})
-        manifest = Artifact(
-            digest=digest,
-            params={},
-            model_digest="m" * 64,
-            engine_version="0.1.0",
-            device="cpu: fake",
-            dtype=from_dict(Spec, {"model": {"uri": "pvc://w/x", "name": "n"}}).engine.dtype,
-            workload=WORKLOAD,
-            workload_digest=WORKLOAD.digest,
-            verdict="Unjudged",
-            judge_version="0",
-            judge_source_hash="0",
-            traffic_source="synthetic",
-        )
+        dtype = from_dict(Spec, {"model": {"uri": "pvc://w/x", "name": "n"}}).engine.dtype
+        text = to_json(manifest(digest, dtype=dtype))
         meta: JsonObject = {"namespace": self.namespace, "name": f"tkcc-artifact-{digest[:16]}"}
         if owner:
             meta |= {"ownerReferences": [owner], "labels": {**MANAGED_BY, "app.kubernetes.io/component": "artifact"}}
@@ -122,7 +109,7 @@ class World:
             "kind": "ConfigMap",
             "metadata": meta,
             "immutable": True,
-            "data": {"manifest.json": to_json(manifest), "candidate.py": source, "report.json": "{}"},
+            "data": {"manifest.json": text, "candidate.py": source, "report.json": "{}"},
         }
         await self.admin.apply(obj, "kubectl")
         return digest

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from tests.conftest import connected
-from tests.shell.conftest import QUICK, WORKLOAD, Traffic, World
-from tkcc.api.candidate import Artifact, candidate_digest
-from tkcc.api.codec import from_json, to_json
+from tests.fakes.manifest import WORKLOAD, manifest
+from tests.shell.conftest import QUICK, Traffic, World
+from tkcc.api.candidate import candidate_digest
+from tkcc.api.codec import from_dict, from_json, to_json
 from tkcc.api.fields import BASELINE
 from tkcc.api.run import RunOutcome, RunResult, RunSpec, Trigger
 from tkcc.api.spec import ModelSpec
@@ -91,26 +92,6 @@ async def data_of(world: World, name: str) -> dict[str, str]:
 
 def result(outcome: RunOutcome, artifact: str = "") -> str:
     return to_json(RunResult(outcome=outcome, message="as the test says", artifact=artifact, gain_milli=200))
-
-
-def manifest(digest: str, workload: Workload) -> str:
-    return to_json(
-        Artifact(
-            digest=digest,
-            params={},
-            model_digest="m" * 64,
-            engine_version="0.1.0",
-            device="cpu: fake",
-            dtype="float32",
-            workload=workload,
-            workload_digest=workload.digest,
-            verdict="Pass",
-            judge_version="1",
-            judge_source_hash="0",
-            traffic_source="recorded",
-            gain_milli=200,
-        )
-    )
 
 
 async def until_gone(world: World, things: list[tuple[Kind, str]], step: Callable[[], Any]) -> None:
@@ -194,9 +175,10 @@ async def test_a_found_artifact_is_made_immutable_goes_into_service_and_the_run_
 ):
     name, namespace = run["metadata"]["name"], world.namespace
     digest = candidate_digest(SOURCE, {})
+    accepted = manifest(digest, from_dict(Workload, run["spec"]["workload"]), verdict="Pass", gain_milli=200)
     files = {
         "candidate.py": SOURCE,
-        "manifest.json": manifest(digest, from_json(Workload, json.dumps(run["spec"]["workload"]))),
+        "manifest.json": to_json(accepted),
         "report.json": "{}",
         "result.json": result(RunOutcome.SEARCH_SUCCEEDED, digest),
     }
@@ -218,7 +200,7 @@ async def test_a_result_that_is_not_what_it_claims_makes_no_artifact(world: Worl
     claimed = candidate_digest(SOURCE, {})
     files = {
         "candidate.py": SOURCE + "import os\n",
-        "manifest.json": manifest(claimed, WORKLOAD),
+        "manifest.json": to_json(manifest(claimed)),
         "result.json": result(RunOutcome.SEARCH_SUCCEEDED, claimed),
     }
     await world.admin.merge(CONFIG_MAP, namespace, f"{name}-result", {"data": files}, WORKER)

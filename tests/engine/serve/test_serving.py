@@ -17,15 +17,15 @@ import httpx
 import pytest
 
 from tests.engine.serve.conftest import ServedProcess
-from tkcc.api.candidate import Artifact, Candidate
+from tests.fakes.manifest import manifest
+from tkcc.api.candidate import Candidate
 from tkcc.api.codec import from_json, to_json
-from tkcc.api.workload import Quantiles, Recording, Workload
+from tkcc.api.workload import Recording
 from tkcc.cli.main import main
 from tkcc.engine.artifact import baseline
 from tkcc.engine.serve.engine import Limits
 from tkcc.models.checkpoint import model_digest
 
-ZERO = Quantiles(0, 0, 0, 0)
 SURE = {"temperature": 0, "ignore_eos": True}  # as many tokens as are asked for, whatever the model says
 LONG = {"max_tokens": 400, **SURE}  # some seconds on the tiny model
 
@@ -50,22 +50,10 @@ def gather(server, bodies, timeout_s=60):
 
 def write_artifact(directory, model, source=None, **changes):
     source = baseline().source + "\n# another candidate\n" if source is None else source
-    manifest = {
-        "digest": Candidate(source, {}).digest,
-        "params": {},
-        "model_digest": model_digest(model),
-        "engine_version": "0",
-        "device": "cpu",
-        "dtype": "float32",
-        "workload": Workload(ZERO, ZERO, ZERO, 0, 0, 60, 0),
-        "workload_digest": "",
-        "verdict": "Unjudged",
-        "judge_version": "",
-        "judge_source_hash": "",
-        "traffic_source": "",
-    }
+    fields = {"model_digest": model_digest(model), **changes}
+    digest = fields.pop("digest", Candidate(source, {}).digest)
     directory.mkdir()
-    (directory / "manifest.json").write_text(to_json(Artifact(**{**manifest, **changes})))
+    (directory / "manifest.json").write_text(to_json(manifest(digest, **fields)))
     (directory / "candidate.py").write_text(source)
     return directory
 

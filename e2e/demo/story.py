@@ -23,8 +23,8 @@ from tkcc.traffic.replay import Result
 
 TRACES = REPOSITORY / "examples" / "traces"
 
-LENGTH_FACTOR = 0.125
-TIME_FACTOR = 1.0
+LENGTH_FACTOR = 1 / 16
+TIME_FACTOR = 0.5
 MAX_REPLAY_S = 3600.0
 
 SERVING_DEADLINE_S = 300.0

@@ -104,7 +104,7 @@ def test_other_places_for_weights_are_refused(uri):
 def test_a_candidates_digest_does_not_depend_on_line_ends(lines, params):
     digest = candidate_digest("\n".join(lines), params)
     assert digest == candidate_digest("\r\n".join(lines) + "\n\n", params)
-    assert digest == Candidate("\n".join(line + "  " for line in lines), params, origin="x").digest
+    assert digest == Candidate("\n".join(line + "  " for line in lines), params, hypothesis="x").digest
     assert digest != candidate_digest("\n".join(lines) + "\npass", params)
 
 

@@ -70,6 +70,11 @@ def test_cells_stand_for_all_of_the_time_by_phase() -> None:
     assert weights == pytest.approx({("decode", 1): 0.3, ("decode", 4): 0.2, ("prefill", 1): 0.5})
 
 
+def test_no_more_cells_than_cover_most_of_a_phase() -> None:
+    stream = [(decode(1, 100), 1.0)] * 60 + [(decode(8, 100), 1.0)] * 20 + [(decode(1, 900), 1.0)] * 20
+    assert [round(c.cell.weight_ratio, 2) for c in make_cells(stream, 0)] == [0.75, 0.25]
+
+
 def test_rare_cells_count_with_the_heavy_ones_of_their_phase() -> None:
     stream = [(decode(2**i, 100), 1.0) for i in range(6) for _ in range(10 + i)] + [(prefill(64), 10.0)] * 5
     cells = make_cells(stream, 0)

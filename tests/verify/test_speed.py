@@ -168,8 +168,8 @@ def sized(pairs: int, spread: float, seconds: float) -> bool:
         ("a narrow interval is enough", 16, 0.002, 5.0, True),
         ("a wide one is not", 16, 0.2, 5.0, False),
         ("but too few pairs are never", 8, 0.0001, 5.0, False),
-        ("time ends it", 8, 0.2, 121.0, True),
-        ("not before there is an interval at all", 7, 0.2, 999.0, False),
+        ("time ends it", 6, 0.2, 121.0, True),
+        ("not before there is an interval at all", 5, 0.2, 999.0, False),
     ],
 )
 def test_an_estimate_ends_when_the_size_is_known(

@@ -77,7 +77,6 @@ def compose(genes: Genes, hypothesis: str, operators: tuple[str, ...], parents: 
         hypothesis=hypothesis,
         parents=parents,
         operators=operators,
-        origin="offline",
     )
 
 

@@ -43,4 +43,4 @@ def _read(path: Path) -> Candidate:
         raise ScriptError(f"{path}: {err}") from err
     if not isinstance(params, dict) or not all(isinstance(v, int | str | bool) for v in params.values()):
         raise ScriptError(f"{params_path}: an object of numbers, strings and booleans is expected")
-    return Candidate(source, params, hypothesis=f"script {path.name}", operators=("script",), origin="scripted")
+    return Candidate(source, params, hypothesis=f"script {path.name}", operators=("script",))

@@ -31,7 +31,6 @@ class Candidate:
     hypothesis: str = ""  # why it should be faster: for people
     parents: tuple[str, ...] = ()  # digests
     operators: tuple[str, ...] = ()  # names of the rewrite operators that made it
-    origin: str = ""  # which proposer; never sent to a judge
 
     @property
     def digest(self) -> str:

@@ -15,6 +15,7 @@ from tkcc.engine.step import StepBatch, StepKind
 from tkcc.models.forward import Cell
 
 CELLS_PER_PHASE = 3
+COVERED_RATIO = 0.75  # of a phase's time: more cells would make each pair longer for little of it
 IGNORED_RATIO = 0.02  # a phase with less of the time than this is left out, and so are a phase's lightest cells
 STEPS_PER_CELL = 24
 
@@ -57,10 +58,22 @@ def make_cells(steps: Iterable[tuple[StepBatch, float]], seed: int) -> tuple[Tim
         phase_s = sum(b.time_s for b in mine)
         if phase_s < IGNORED_RATIO * total_s:
             continue
-        kept = [b for b in mine[:CELLS_PER_PHASE] if b.time_s >= IGNORED_RATIO * phase_s]
+        kept = _heaviest(mine, phase_s)
         scale = phase_s / sum(b.time_s for b in kept)  # the kept ones stand for the rest of their phase
         cells += [TimedCell(_cell(b, scale * b.time_s / total_s), scale * b.count, tuple(b.sample)) for b in kept]
     return tuple(sorted(cells, key=lambda c: -c.cell.weight_ratio))
+
+
+def _heaviest(buckets: list[_Bucket], phase_s: float) -> list[_Bucket]:
+    """The first ones, until they cover enough of the phase's time."""
+    kept: list[_Bucket] = []
+    covered_s = 0.0
+    for bucket in buckets[:CELLS_PER_PHASE]:
+        if covered_s >= COVERED_RATIO * phase_s or bucket.time_s < IGNORED_RATIO * phase_s:
+            break
+        kept.append(bucket)
+        covered_s += bucket.time_s
+    return kept
 
 
 def _key(step: StepBatch) -> tuple[StepKind, int, int]:

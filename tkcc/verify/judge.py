@@ -18,6 +18,7 @@ import torch
 
 from tkcc.api.report import AlphaTicket, CellReport, Outcome, Report
 from tkcc.api.workload import Recording
+from tkcc.engine.host import device_name
 from tkcc.engine.tier.records import Stage
 from tkcc.stats.eprocess import bootstrap_log_ratio, centre_and_spread, median, median_error
 from tkcc.verify import challenge, contexts, correctness, cost, errors, reference, roofline, speed
@@ -30,13 +31,13 @@ from tkcc.verify.speed import Agreement, SpeedTest, Timing
 from tkcc.verify.trial import ReadyChallenge, RefusalError, Runners, SpeedTrial, above_roofline, blame, try_correctness
 from tkcc.verify.workload import CHUNK_TOKENS, Plan, make_plan
 
-REFERENCE_SHARE_S = {"fast": 1.5, "slow": 6.0}  # what the reference may take per challenge set
+REFERENCE_SHARE_S = {"fast": 1.5, "slow": 4.0}  # what the reference may take per challenge set
 MIN_CHALLENGE_TOKENS, MAX_CHALLENGE_TOKENS = 400, 6000
 # Made while there is nothing to do. The slow tier judges seldom, and may share its core with the fast one.
 CHALLENGES_AHEAD = {"fast": 2, "slow": 1}
 BASELINE_RUNS = 4  # of the newest: the worst of ever more would grow for ever
 MAX_POSITIONS = 8192  # longer requests are cut: a tier's memory is bounded
-AA_PAIRS, ESTIMATE_AA_PAIRS = 8, 3
+AA_PAIRS, ESTIMATE_AA_PAIRS = 8, 2
 FIRST_STEP_S = 30.0  # a step's deadline before anything was measured
 
 
@@ -295,7 +296,7 @@ class Judge:
     def _environment(self, stage: Stage) -> dict[str, str]:
         return {
             "stage": str(stage),
-            "device": roofline.device_name(),
+            "device": device_name(),
             "torch": torch.__version__,
             "dtype": self.model.dtype_name,
             "threads": str(self.model.threads),

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from tkcc.engine.host import device_name as device_name
 from tkcc.engine.step import StepBatch, StepKind
 from tkcc.models.forward import ModelConfig
 

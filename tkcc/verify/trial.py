@@ -25,7 +25,7 @@ from tkcc.verify.model import TierModel
 from tkcc.verify.speed import Agreement, Pairing, SpeedTest, Timing, WrongOutputError
 
 ROTATE_PAIRS = 12  # fresh runners after so many pairs: one pair of processes has luck that the code has not
-ESTIMATE_MIN_PAIRS, ESTIMATE_S = 8, 60.0
+ESTIMATE_PAIRS, ESTIMATE_S = 12, 60.0  # at least so many, but for half of them after so long
 ESTIMATE_WIDTH, ESTIMATE_WIDTH_RATIO = 0.01, 0.05  # of the 95 % interval: log-gain, or share of the gain
 STEP_FACTOR, STEP_FLOOR_S = 10.0, 2.0  # a step's deadline: this times the incumbent's, plus this
 
@@ -191,9 +191,9 @@ class SpeedTrial:
 def is_sized(timing: Timing, seconds: float) -> bool:
     """Is the gain known well enough, or has it taken long enough? A stop by width or by a clock favours no size."""
     pairs = len(timing.pairs)
-    if pairs >= ESTIMATE_MIN_PAIRS and seconds > ESTIMATE_S:
+    if 2 * pairs >= ESTIMATE_PAIRS and seconds > ESTIMATE_S:
         return True
-    if pairs < 2 * ESTIMATE_MIN_PAIRS or pairs % 4:
+    if pairs < ESTIMATE_PAIRS or pairs % 4:
         return False
     gain = timing.gain(seed=pairs)
     return gain.high - gain.low < max(ESTIMATE_WIDTH, ESTIMATE_WIDTH_RATIO * abs(gain.median))

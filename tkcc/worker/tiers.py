@@ -83,8 +83,8 @@ class Tier:
         self, candidate: Candidate, stage: str, ticket: AlphaTicket, progress: Callable[[str, int], None]
     ) -> Report:
         progress("BUILD", 0)
-        # A judge is never told who proposed a candidate.
-        built = self._call("POST", "/v1/candidates", {**to_dict(candidate), "origin": ""})
+        # A judge is told neither who proposed a candidate nor why.
+        built = self._call("POST", "/v1/candidates", to_dict(Candidate(candidate.source, candidate.params)))
         if built["state"] != "BUILT":
             outcome = REJECTED[built["state"]]
             incumbent = str(self.info.get("incumbentDigest", ""))

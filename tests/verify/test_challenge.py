@@ -20,6 +20,7 @@ from tkcc.verify.model import permuted
 
 GEOMETRY = Geometry(max_requests=32, max_tokens=128, max_pages=64, num_blocks=260, block_tokens=8)
 SIZE = ChallengeSize(long_tokens=150, prompt_tokens=(40, 21), decode_batches=(1, 3), block_tokens=8, max_step_tokens=64)
+HEADS = ((1, 2, 3, 4), (5, 6, 7, 8))
 PLAIN = ModelConfig(3, 64, 4, 2, 16, 96, 200, 1e-5, 10_000.0, 512, True)
 ODD = replace(PLAIN, hidden_size=60, num_heads=5, num_kv_heads=1, head_dim=12, intermediate_size=77, vocab_size=131)
 QWEN = replace(PLAIN, qk_norm=True, tie_word_embeddings=False)
@@ -64,7 +65,7 @@ def make_bench(config: ModelConfig) -> Bench:
     weights = random_weights(config)
     norms = {name: w for name, w in weights.items() if is_norm(name)}
     rest = {name: w for name, w in weights.items() if not is_norm(name)}
-    made = challenge.make(config, rest, norms, torch.float32, SIZE, seed=11)
+    made = challenge.make(config, rest, norms, torch.float32, SIZE, HEADS, seed=11)
     full = {**weights, **made.norms}
     runs = [
         correctness.run(Local(config, w, torch.float32, GEOMETRY, 1), made, 5, 1.0).errors
@@ -101,12 +102,16 @@ def test_a_plan_has_chunks_shared_pages_moves_and_padding(bench: Bench) -> None:
     assert any(len(step.rows) > 1 for step in plan if step.kind is StepKind.PREFILL), "a ragged prefill"
 
 
+def test_sequences_begin_as_the_model_can_bear_it(bench: Bench) -> None:
+    assert {tuple(tokens[:4].tolist()) for tokens in bench.made.sequences} == set(HEADS)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_no_step_is_wider_than_the_engine_makes_them(bench: Bench, seed: int) -> None:
     near_the_limit = replace(SIZE, prompt_tokens=(62, 64))
     norms = {name: w for name, w in bench.weights.items() if is_norm(name)}
     rest = {name: w for name, w in bench.weights.items() if not is_norm(name)}
-    made = challenge.make(PLAIN, rest, norms, torch.float32, near_the_limit, seed)
+    made = challenge.make(PLAIN, rest, norms, torch.float32, near_the_limit, HEADS, seed)
     widths = [sum(row.end - row.start for row in step.rows) for step in made.plan]
     assert max(widths) <= near_the_limit.max_step_tokens
 

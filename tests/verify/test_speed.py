@@ -10,7 +10,7 @@ from tkcc.engine.step import StepBatch, StepKind, StepRequest
 from tkcc.models.forward import Cell, KVCache
 from tkcc.verify import roofline, speed
 from tkcc.verify.cells import TimedCell
-from tkcc.verify.contexts import Content
+from tkcc.verify.contexts import Content, Contexts
 from tkcc.verify.executor import StepResult, slots_of
 from tkcc.verify.speed import CELL_REGRESS_LIMIT, Agreement, Pairing, SpeedTest, Timing, WrongOutputError
 from tkcc.verify.trial import is_sized
@@ -21,8 +21,11 @@ CELLS = (
     TimedCell(Cell("decode", 1, 1, 10, 0.5), 10.0, (StepBatch(StepKind.DECODE, STEP.requests[:1]),)),
 )
 TIGHT = Agreement(1e-3, 1e-3)
+HEADS = ((7, 8, 9),)
 # Two sequences of two blocks; block i of sequence s holds 10 s + i + 1.
-CONTENT = Content(*(torch.tensor([1.0, 2.0, 11.0, 12.0])[None, :, None, None, None].repeat(1, 1, 1, 8, 4),) * 2, 2)
+CONTENT = Content(
+    *(torch.tensor([1.0, 2.0, 11.0, 12.0])[None, :, None, None, None].repeat(1, 1, 1, 8, 4),) * 2, 2, HEADS
+)
 
 
 class Machine:
@@ -130,6 +133,13 @@ def test_what_a_step_attends_to_is_real_and_in_order() -> None:
             return super().step(step, 0.0)
 
     measure(Looking({1: 0.01, 2: 0.01}), Looking({1: 0.01, 2: 0.01}), SpeedTest(0.001, 0.0, 40))
+
+
+def test_a_sequence_that_a_step_begins_begins_well() -> None:
+    contexts = Contexts(CONTENT, (Machine({}),), random.Random(0))
+    step = StepBatch(StepKind.PREFILL, (StepRequest((1,) * 6, 0, (1,)), StepRequest((1,) * 6, 8, (2, 3))))
+    first, second = contexts.fresh(step, 100).requests
+    assert first.tokens[:3] == HEADS[0] != second.tokens[:3] and len(first.tokens) == len(second.tokens) == 6
 
 
 def test_short_steps_are_repeated_within_a_unit() -> None:

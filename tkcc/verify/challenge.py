@@ -15,6 +15,7 @@ from torch import Tensor
 from tkcc.engine.step import StepBatch, StepKind, StepRequest
 from tkcc.models.forward import ModelConfig
 from tkcc.verify import reference
+from tkcc.verify.heads import NUM_HEADS, Heads, begin
 from tkcc.verify.reference import Truth
 
 MIN_POSITIONS = 256
@@ -90,6 +91,7 @@ def make(
     norms: Mapping[str, Tensor],
     dtype: torch.dtype,
     size: ChallengeSize,
+    heads: Heads,
     seed: int,
 ) -> ChallengeSet:
     """A new set with its truth. Slow: the reference runs here."""
@@ -98,7 +100,7 @@ def make(
         name: (w.double() * (1 + NORM_SPREAD * (2 * torch.rand(w.shape, generator=rng) - 1))).to(w.dtype)
         for name, w in norms.items()
     }
-    planner = _Planner(config, size, rng)
+    planner = _Planner(config, size, heads, rng)
     plan = planner.plan()
     wanted = tuple((row.sequence, row.end - 1) for step in plan for row in step.rows)
     sequences = tuple(planner.sequences)
@@ -116,8 +118,8 @@ def decode_widths(decode_batches: Sequence[int]) -> list[int]:
 class _Planner:
     """Draws sequences and the steps that feed them. Prompts are fed by prefill, what follows by decode."""
 
-    def __init__(self, config: ModelConfig, size: ChallengeSize, rng: torch.Generator) -> None:
-        self.config, self.size, self.rng = config, size, rng
+    def __init__(self, config: ModelConfig, size: ChallengeSize, heads: Heads, rng: torch.Generator) -> None:
+        self.config, self.size, self.heads, self.rng = config, size, heads, rng
         self.sequences: list[Tensor] = []
         self.shared: list[tuple[int, int, int]] = []
 
@@ -128,13 +130,17 @@ class _Planner:
     def _tokens(self, n: int) -> Tensor:
         return torch.randint(0, self.config.vocab_size, (n,), generator=self.rng)
 
+    def _sequence(self, n: int) -> Tensor:
+        tokens = tuple(self._tokens(n).tolist())
+        return torch.tensor(begin(self.heads, tokens, self._int(0, NUM_HEADS - 1)))
+
     def plan(self) -> tuple[PlannedStep, ...]:
         size = self.size
         widths = decode_widths(size.decode_batches)
         prompts = [size.long_tokens, *(self._near(n) for n in size.prompt_tokens)]
         while len(prompts) < max(widths):
             prompts.append(self._int(1, 2 * size.block_tokens + 3))
-        self.sequences = [self._tokens(n + len(widths)) for n in prompts]
+        self.sequences = [self._sequence(n + len(widths)) for n in prompts]
         self._share_a_prefix(prompts)
         return (*self._prefills(prompts), *self._decodes(prompts, widths))
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tkcc.engine.step import StepBatch, StepKind, StepRequest
 from tkcc.verify.executor import Executor, Local
+from tkcc.verify.heads import NUM_HEADS, Heads, begin
 
 NUM_SOURCES = 2
 STAY_RATIO = 0.75  # of a context's blocks lie where such content lies already, the others anywhere
@@ -26,23 +27,26 @@ class Content:
     k_lnksd: Tensor
     v_lnksd: Tensor
     num_blocks: int  # of each sequence
+    heads: Heads  # with which sequences begin
 
 
-def make_content(baseline: Local, steps: Sequence[StepBatch], vocab_size: int, chunk_tokens: int, seed: int) -> Content:
+def make_content(
+    baseline: Local, steps: Sequence[StepBatch], vocab_size: int, heads: Heads, chunk_tokens: int, seed: int
+) -> Content:
     """Of random tokens, as long as the longest context of `steps`. The baseline's cache is overwritten."""
     S, rng = baseline.block_tokens, random.Random(seed)
     num_blocks = max(-(-request.context // S) for step in steps for request in step.requests)
     blocks = tuple(range(1, num_blocks + 1))
     keys, values = [], []
-    for _ in range(NUM_SOURCES):
-        tokens = tuple(rng.randrange(vocab_size) for _ in range(num_blocks * S))
+    for source in range(NUM_SOURCES):
+        tokens = begin(heads, tuple(rng.randrange(vocab_size) for _ in range(num_blocks * S)), source)
         for start in range(0, len(tokens), chunk_tokens):
             chunk = tokens[start : start + chunk_tokens]
             row = StepRequest(chunk, start, blocks[: -(-(start + len(chunk)) // S)])
             baseline.step(StepBatch(StepKind.PREFILL, (row,)), 0.0)
         keys.append(baseline.kv.k_lnksd[:, 1 : num_blocks + 1].clone())
         values.append(baseline.kv.v_lnksd[:, 1 : num_blocks + 1].clone())
-    return Content(torch.cat(keys, 1), torch.cat(values, 1), num_blocks)
+    return Content(torch.cat(keys, 1), torch.cat(values, 1), num_blocks, heads)
 
 
 class Contexts:
@@ -66,7 +70,10 @@ class Contexts:
         requests = []
         for r in step.requests:
             blocks = tuple(where[block] for block in r.blocks)
-            requests.append(StepRequest(tuple(rng.randrange(vocab_size) for _ in r.tokens), r.start, blocks))
+            tokens = tuple(rng.randrange(vocab_size) for _ in r.tokens)
+            if r.start == 0:
+                tokens = begin(self._content.heads, tokens, rng.randrange(NUM_HEADS))
+            requests.append(StepRequest(tokens, r.start, blocks))
             for block in blocks[r.start // S : -(-r.context // S)]:
                 self._holds[block] = None  # it is about to be written
         return StepBatch(step.kind, tuple(requests))

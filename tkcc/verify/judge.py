@@ -21,7 +21,7 @@ from tkcc.api.workload import Recording
 from tkcc.engine.host import device_name
 from tkcc.engine.tier.records import Stage
 from tkcc.stats.eprocess import bootstrap_log_ratio, centre_and_spread, median, median_error
-from tkcc.verify import challenge, contexts, correctness, cost, errors, reference, roofline, speed
+from tkcc.verify import challenge, contexts, correctness, cost, errors, heads, reference, roofline, speed
 from tkcc.verify.challenge import ChallengeSet
 from tkcc.verify.errors import Errors, Limits
 from tkcc.verify.executor import Local, kv_at, slots_of
@@ -79,6 +79,7 @@ class Judge:
         self.challenges.clear()
         self.plan = make_plan(model.config, recording, max_positions, cost_s, tokens, secrets.randbits(62))
         self.baseline = Local(model.config, model.everything, model.dtype, self.plan.geometry, model.threads)
+        self.heads = heads.find(model, self.baseline, secrets.randbits(62))
         self.twin_permutation = secrets.randbits(62)
         self.baseline_errors.clear()
         self.estimates_only = estimates_only
@@ -122,7 +123,7 @@ class Judge:
         self.baseline.use(model.everything)
         steps = [step for cell in plan.cells for step in cell.steps]
         self.content = contexts.make_content(
-            self.baseline, steps, model.config.vocab_size, CHUNK_TOKENS, secrets.randbits(62)
+            self.baseline, steps, model.config.vocab_size, self.heads, CHUNK_TOKENS, secrets.randbits(62)
         )
         rng, both = random.Random(secrets.randbits(62)), (self.baseline, twin)
         contents = contexts.Contexts(self.content, both, rng)
@@ -177,7 +178,7 @@ class Judge:
         sets before it."""
         model, plan = self.model, self._need_plan()
         made = challenge.make(
-            model.config, model.weights, model.norms, model.dtype, plan.challenge, secrets.randbits(62)
+            model.config, model.weights, model.norms, model.dtype, plan.challenge, self.heads, secrets.randbits(62)
         )
         runs = [self._run_baseline(made, permutation) for permutation in permutations]
         logit_scale, kv_scales = correctness.scales(made)

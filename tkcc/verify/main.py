@@ -23,7 +23,8 @@ from tkcc.verify.model import TierModel
 from tkcc.verify.trial import RefusalError
 
 VERSION = "1"
-POLL_S = 0.2  # between looks at work in the background
+IDLE_S = 1.0  # without a message before work in the background: what follows a verdict at once would wait for it
+POLL_S = 0.2  # between looks at that work
 
 
 def source_hash() -> str:
@@ -56,12 +57,13 @@ def _serve(channel_fd: int) -> int:
             judge = _make(link, start)
             link.send("hello", version=VERSION, source_hash=source_hash())
             while True:
-                judge.work_ahead()
-                is_free = judge.take_ahead(wait=False)
-                message = link.next(None if is_free and not judge.has_room else POLL_S)
-                if message is not None:
-                    judge.take_ahead(wait=True)
-                    _handle(judge, link, message)
+                message = link.next(IDLE_S)
+                while message is None:
+                    judge.work_ahead()
+                    is_free = judge.take_ahead(wait=False)
+                    message = link.next(None if is_free and not judge.has_room else POLL_S)
+                judge.take_ahead(wait=True)
+                _handle(judge, link, message)
         except ChannelClosedError:
             return 0
 

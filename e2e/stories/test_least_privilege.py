@@ -5,8 +5,6 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
-
 from e2e.stories.stage import Stage
 from e2e.stories.telling import Story
 
@@ -16,9 +14,6 @@ WORKER_RIGHTS = {("patch", "tkcc.dev/recompilationruns/status"), ("get", "config
 Right = tuple[str, str]  # verb, GROUP/RESOURCE
 # An artifact goes once runs have found more than revisionHistoryLimit others: too long a story; tests/shell has it.
 SELDOM = {("delete", "configmaps")}
-
-# It needs the stories that only `make e2e-full` tells.
-pytestmark = pytest.mark.full
 
 story: Story["Account"] = Story(act=4)
 

@@ -4,8 +4,6 @@ recommended and not rolled out, and may be adopted by a second deployment beside
 import json
 from pathlib import Path
 
-import pytest
-
 from e2e.stories import candidates
 from e2e.stories.client import Mix
 from e2e.stories.stage import Stage
@@ -21,9 +19,6 @@ B = Mix(prompt_tokens=(150, 230), shared_tokens=32, per_second=6.0)
 C = Mix(prompt_tokens=(450, 600), shared_tokens=32, per_second=4.0)
 FAST = candidates.fast()
 RUN_S, ROLLOUT_S, DRIFT_S = 600.0, 400.0, 120.0
-
-# Not in `make e2e` before it was told to its end on slower machines, too.
-pytestmark = pytest.mark.full
 
 story: Story[Subject] = Story()
 

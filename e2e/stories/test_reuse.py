@@ -9,8 +9,6 @@ import json
 from collections import Counter
 from datetime import timedelta
 
-import pytest
-
 from e2e.stories import candidates
 from e2e.stories.client import Answered, Mix
 from e2e.stories.stage import Stage
@@ -29,9 +27,6 @@ B = Mix(prompt_tokens=(400, 600), shared_tokens=SHARED_TOKENS, per_second=4.0)
 LIMIT_TOKENS = 200  # between the two
 FOR_A, FOR_B = candidates.for_short(LIMIT_TOKENS), candidates.for_long(LIMIT_TOKENS)
 RUN_S, ROLLOUT_S, DRIFT_S = 600.0, 400.0, 120.0
-
-# Twelve minutes: until it was seen to end in time on slower machines, `make e2e-full` alone tells it.
-pytestmark = pytest.mark.full
 
 story: Story[Subject] = Story()
 

@@ -19,8 +19,8 @@ from tkcc.api.run import RunOutcome, RunResult, RunSpec, Trigger
 from tkcc.api.spec import ModelSpec
 from tkcc.api.status import Phase
 from tkcc.api.workload import Recording, Workload
-from tkcc.kube.cluster import WORKER
-from tkcc.kube.errors import Forbidden, Invalid
+from tkcc.kube.cluster import WORKER, Cluster
+from tkcc.kube.errors import Conflict, Forbidden, Invalid
 from tkcc.kube.resources import (
     CONFIG_MAP,
     DEPLOYMENT,
@@ -236,6 +236,26 @@ async def test_a_crash_between_run_and_traffic_is_made_good(world: World, run: J
         while await missing():
             await asyncio.sleep(0.2)
     assert {"run.json", "workload.json", "recording.json.gz"} <= (await data_of(world, f"{name}-traffic")).keys()
+
+
+async def test_traffic_that_goes_with_its_run_is_not_made_anew_by_a_turn_under_way(
+    world: World, run: JsonObject, monkeypatch: pytest.MonkeyPatch
+):
+    name, traffic = run["metadata"]["name"], f"{run['metadata']['name']}-traffic"
+    await world.admin.delete(JOB, world.namespace, name)  # a turn makes it again, and looks after what comes before it
+    await world.admin.delete(SERVICE, world.namespace, f"{name}-slow")
+    create_once = Cluster.create_once
+
+    async def collect_garbage_too(self: Cluster, obj: JsonObject, manager: str) -> JsonObject:
+        made = await create_once(self, obj, manager)
+        if obj["kind"] == SERVICE.kind:
+            await world.admin.delete(CONFIG_MAP, world.namespace, traffic)
+        return made
+
+    monkeypatch.setattr(Cluster, "create_once", collect_garbage_too)
+    with pytest.raises(Conflict):
+        await world.turn()
+    assert await world.admin.get(CONFIG_MAP, world.namespace, traffic) is None
 
 
 async def test_deleting_the_deployment_takes_the_run_and_all_of_it(world: World, run: JsonObject):

@@ -8,6 +8,11 @@ from tkcc.shell.render.names import Owner
 from tkcc.shell.seen import is_controlled_by
 
 
+def of_uid(obj: JsonObject, uid: str) -> JsonObject:
+    """What to apply to the object of this uid alone: where that is gone, the apply is a Conflict and makes no other."""
+    return {**obj, "metadata": {**obj["metadata"], "uid": uid}}
+
+
 class Own:
     """Of one owner. Only the first apply of a process looks first; from then on the object's uid goes with each, so
     that one deleted meanwhile, with its owner perhaps, is not made again by a turn that does not know of it."""
@@ -27,9 +32,8 @@ class Own:
                 self._check(kind, have)
             self._uids[kind, name] = have["metadata"]["uid"] if have else None
         uid = self._uids[kind, name]
-        wanted = {**obj, "metadata": {**obj["metadata"], "uid": uid}} if uid else obj
         try:
-            applied = await self._cluster.apply(wanted, WORKLOAD)
+            applied = await self._cluster.apply(of_uid(obj, uid) if uid else obj, WORKLOAD)
         except Conflict:
             del self._uids[kind, name]
             raise

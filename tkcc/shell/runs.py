@@ -27,7 +27,7 @@ from tkcc.kube.resources import (
     Kind,
 )
 from tkcc.shell import seen as see
-from tkcc.shell.own import Own
+from tkcc.shell.own import Own, of_uid
 from tkcc.shell.render import run as render
 from tkcc.shell.render.names import RUN_LABEL, TIER_LABEL, TIERS, Owner, result_name, tier_name, token_name
 from tkcc.shell.settings import Settings
@@ -102,7 +102,7 @@ class Runs:
         have_tiers = {tier.name for tier in world.seen.tiers}
         if world.seen.job_exists and have_tiers == set(TIERS):
             return
-        await self._traffic.ensure(run, spec)
+        traffic = await self._traffic.ensure(run, spec)
         if not world.has_token:
             await own.create_once(render.token(run, spec, secrets.token_urlsafe(32)))
         objects = [render.result(run, spec), render.service_account(run, spec), render.role(run, spec)]
@@ -116,7 +116,8 @@ class Runs:
             addresses[tier] = service["spec"]["clusterIP"]
             if tier not in have_tiers:
                 await own.create_once(render.tier_deployment(run, spec, settings, tier))
-        await self._cluster.apply(render.order(run, spec, addresses), WORKLOAD)
+        order = of_uid(render.order(run, spec, addresses), traffic["metadata"]["uid"])
+        await self._cluster.apply(order, WORKLOAD)
         if not world.seen.job_exists:
             await own.create_once(render.job(run, spec, settings))
 

@@ -6,7 +6,7 @@ from weakref import WeakValueDictionary
 from tkcc.api.run import RunSpec
 from tkcc.api.workload import Recording
 from tkcc.kube.cluster import WORKLOAD, Cluster
-from tkcc.kube.resources import CONFIG_MAP, POD
+from tkcc.kube.resources import CONFIG_MAP, POD, JsonObject
 from tkcc.shell.observe import addresses, recorded_since
 from tkcc.shell.recording import fitted, merged
 from tkcc.shell.render import run as render
@@ -35,14 +35,15 @@ class TrafficTaker:
         """Held while a run and its traffic are made: the run's own turn would take another recording, and race."""
         return self._making.setdefault(f"{namespace}/{run}", asyncio.Lock())
 
-    async def ensure(self, run: Owner, spec: RunSpec) -> None:
-        """The ConfigMap is there. One made late, after a crash, holds what the rings still have."""
+    async def ensure(self, run: Owner, spec: RunSpec) -> JsonObject:
+        """The ConfigMap, made if it is not there. One made late, after a crash, holds what the rings still have."""
         async with self.making(run.namespace, run.name):
-            await self.make(run, spec)
+            return await self.make(run, spec)
 
-    async def make(self, run: Owner, spec: RunSpec, recording: Recording | None = None) -> None:
+    async def make(self, run: Owner, spec: RunSpec, recording: Recording | None = None) -> JsonObject:
         """As `ensure`, for who is `making` it."""
-        if await self._cluster.get(CONFIG_MAP, run.namespace, traffic_name(run.name)):
-            return
+        have = await self._cluster.get(CONFIG_MAP, run.namespace, traffic_name(run.name))
+        if have is not None:
+            return have
         recording = recording or await self.take(run.namespace, spec)
-        await self._cluster.create_once(render.traffic(run, spec, recording), WORKLOAD)
+        return await self._cluster.create_once(render.traffic(run, spec, recording), WORKLOAD)

@@ -99,7 +99,7 @@ class Story:
     runs: list[RunFact] = field(default_factory=list)
     candidates: list[CandidateFact] = field(default_factory=list)
     cross: list[Ratio] = field(default_factory=list)
-    cross_note: str = ""  # why there is no cross table, or how it was measured
+    cross_note: str = ""  # why there is no cross table
     drift: DriftFact | None = None
     revisions: list[str] = field(default_factory=list)  # digests in service, oldest first; the first is the baseline's
     compiled_for: dict[str, str] = field(default_factory=dict)  # digest -> "A" or "B"
@@ -217,8 +217,15 @@ def cross_conclusion(story: Story) -> str:
     head = "Each artifact wins on its own workload" if winners == ["A", "B"] else f"Artifact {winners[0]} wins on both"
     if winners == ["B", "A"]:
         head = "Each artifact wins on the other's workload, which speaks for noise"
-    note = f" {story.cross_note}" if story.cross_note else ""
-    return f"{head}: {verdicts[0]}; {verdicts[1]}.{note}"
+    why = _why_both(story, winners[0]) if winners[0] == winners[1] else ""
+    return f"{head}: {verdicts[0]}; {verdicts[1]}.{why}"
+
+
+def _why_both(story: Story, winner: str) -> str:
+    """What its last rewrite was made for, where that is known."""
+    reasons = {c.digest: c.hypothesis for c in story.candidates if c.hypothesis}
+    reason = next((reasons[d] for d, w in story.compiled_for.items() if w == winner and d in reasons), "")
+    return f" What its run changed last pays on both workloads: {reason}." if reason else ""
 
 
 def quantile(ordered: Sequence[float], q: float) -> float | None:

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import sysconfig
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,7 +69,7 @@ def test_a_given_cluster_is_used_and_goes_on_afterwards() -> None:
         environment = {
             "TKCC_KUBECONFIG": str(cluster.kubeconfig),
             "TKCC_IMAGES": ",".join(f"{part}={reference}" for part, reference in built.items()),
-            "TKCC_TORCH_PATH": str(Path(sys.prefix) / "lib" / "python3.11" / "site-packages"),
+            "TKCC_TORCH_PATH": sysconfig.get_path("purelib"),
         }
         process = _start(**environment)
         lines = list(_lines(process, 1500))

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from e2e.demo.facts import Ratio, Story, drift_of, look_of, quantile, report, tpot_ratio_of
+from e2e.demo.facts import CandidateFact, Ratio, Story, drift_of, look_of, quantile, report, tpot_ratio_of
 from e2e.demo.page import charts, render_page, serving_table
 from e2e.demo.plot import Chart, Mark, Series, render
 from tkcc.api.condition import Condition, ConditionStatus
@@ -79,6 +79,14 @@ def test_the_cross_table_is_read_out_plainly(case, medians, conclusion):
     cells = zip(("AA", "AB", "BA", "BB"), medians, strict=True)
     story = Story(cross=[Ratio(c[0], c[1], m, m - 0.01, m + 0.01) for c, m in cells])
     assert conclusion in report(story)["cross"]["conclusion"]
+
+
+def test_one_that_wins_both_is_told_with_what_it_changed():
+    cells = [Ratio("A", "A", 1.1, 1.0, 1.2), Ratio("A", "B", 1.1, 1.0, 1.2)]
+    cells += [Ratio("B", "A", 1.3, 1.2, 1.4), Ratio("B", "B", 1.3, 1.2, 1.4)]
+    told = CandidateFact("run", "slow", "confirm", "b" * 64, "ACCEPTED", 80, "fewer rows at a time")
+    story = Story(cross=cells, compiled_for={"a" * 64: "A", "b" * 64: "B"}, candidates=[told])
+    assert report(story)["cross"]["conclusion"].endswith("pays on both workloads: fewer rows at a time.")
 
 
 def test_a_missing_cross_table_says_why():

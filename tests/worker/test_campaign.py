@@ -154,6 +154,38 @@ def test_against_another_incumbent_the_gain_over_the_baseline_is_sized_too() -> 
     assert result.gain is not None and result.gain_over_incumbent is not result.gain
 
 
+def test_a_search_that_was_over_when_it_was_killed_ends_as_it_would_have() -> None:
+    """However late: what is known costs no time, and what is not is not begun."""
+    names = ("a", "b", "c", "d")
+    whole, lines = campaign(Script(*names[:3]), FakeTier("fast", GAINS), FakeTier("slow", GAINS))
+    want = whole.run()
+    for late_s in (60.0, 101.0):
+        journal = Journal.open(lines, lambda line: None, IDENTITY, late_s)
+        fast, slow = FakeTier("fast", GAINS), FakeTier("slow", GAINS)
+        result = campaign(Script(*names), fast, slow, journal, now=lambda late_s=late_s: late_s)[0].run()
+        assert result.winner and want.winner and result.winner.candidate.digest == want.winner.candidate.digest
+        assert len(result.tried) == 3 and fast.calls == slow.calls == []
+
+
+def test_what_a_tier_could_not_judge_is_no_verdict() -> None:
+    """It is judged once more, and the journal does not keep it: another life may find the tier in better health."""
+    down = {("b", "confirm"): Outcome.EXPIRED}
+    slow = FakeTier("slow", GAINS, down)
+    ran, lines = campaign(Script("b"), FakeTier("fast", GAINS), slow)
+    result = ran.run()
+    assert (result.outcome, len(slow.calls)) == (RunOutcome.BUDGET_EXHAUSTED, 2)
+    assert "could be judged again" in result.message and not any("EXPIRED" in line for line in lines)
+
+
+def test_a_budget_that_ends_before_any_confirmation_says_so() -> None:
+    clock = iter([0.0, 1.0])
+    result = campaign(
+        Script("a", "b"), FakeTier("fast", GAINS), FakeTier("slow", GAINS), now=lambda: next(clock, 200.0)
+    )[0].run()
+    assert result.outcome is RunOutcome.BUDGET_EXHAUSTED
+    assert "before any of 2 screened candidates could be confirmed" in result.message
+
+
 def test_a_killed_campaign_goes_on_without_measuring_or_spending_twice() -> None:
     """Killed after every number of durable lines, it ends with the same winner and each verdict is taken once."""
     names = ("a", "b", "c", "d")

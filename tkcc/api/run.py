@@ -35,7 +35,7 @@ class RunOutcome(StrEnum):
 
     SEARCH_SUCCEEDED = "SearchSucceeded"
     NO_IMPROVEMENT = "NoImprovement"
-    BUDGET_EXHAUSTED = "BudgetExhausted"  # the budget ended before anything could be judged
+    BUDGET_EXHAUSTED = "BudgetExhausted"  # it ended before anything was judged or confirmed, or nothing could be built
     CORRECTNESS_FAILED = "CorrectnessFailed"  # every faster candidate was wrong
     TIER_POD_FAILED = "TierPodFailed"
     SUPERSEDED = "Superseded"

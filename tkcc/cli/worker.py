@@ -78,6 +78,8 @@ def run(args: argparse.Namespace) -> int:
         sink.write({"result.json": _tier_failed(str(err))})
         print(f"tkcc worker: {err}", flush=True)
         return 0
+    except ValueError as err:
+        raise CommandError(str(err)) from err
     finally:
         sink.close()
     print(f"{result.outcome}: {result.message}", flush=True)

@@ -6,7 +6,8 @@ from weakref import WeakValueDictionary
 from tkcc.api.run import RunSpec
 from tkcc.api.workload import Recording
 from tkcc.kube.cluster import WORKLOAD, Cluster
-from tkcc.kube.resources import CONFIG_MAP, POD, JsonObject
+from tkcc.kube.errors import Conflict
+from tkcc.kube.resources import CONFIG_MAP, POD, RECOMPILATION_RUN, JsonObject
 from tkcc.shell.observe import addresses, recorded_since
 from tkcc.shell.recording import fitted, merged
 from tkcc.shell.render import run as render
@@ -41,9 +42,12 @@ class TrafficTaker:
             return await self.make(run, spec)
 
     async def make(self, run: Owner, spec: RunSpec, recording: Recording | None = None) -> JsonObject:
-        """As `ensure`, for who is `making` it."""
+        """As `ensure`, for who is `making` it. Raises Conflict where the run has gone meanwhile."""
         have = await self._cluster.get(CONFIG_MAP, run.namespace, traffic_name(run.name))
         if have is not None:
             return have
         recording = recording or await self.take(run.namespace, spec)
+        owner = await self._cluster.get(RECOMPILATION_RUN, run.namespace, run.name)
+        if owner is None or owner["metadata"]["uid"] != run.uid:  # gone while the pods were asked
+            raise Conflict(f"run {run.namespace}/{run.name} was deleted")
         return await self._cluster.create_once(render.traffic(run, spec, recording), WORKLOAD)

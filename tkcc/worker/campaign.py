@@ -122,23 +122,24 @@ class Campaign:
             (t for t in self.tried if t.state == State.SCREENED), key=lambda t: t.log_gain or 0.0, reverse=True
         )
         for tried in ranked[: self.budget.max_accepts]:
-            if self._is_over(1.0):
+            if self._is_over(1.0) and not self._is_known(self.fast, "confirm", tried):
                 break
             if self._confirm_fast(tried) and self._confirm_slow(tried):
                 return self._accept(tried)
-        return Result(*self._failure(bool(ranked)), tuple(self.tried))
+        return Result(*self._failure(), tuple(self.tried))
 
     # --- the fast tier ---
 
     def _search(self) -> None:
         best, since_best = 0.0, 0
         while len(self.tried) < self.budget.max_candidates and since_best < self.budget.patience:
-            if self._is_over(self.budget.search_ratio) or self.journal.is_full:
-                return
             candidate = self.proposer.propose(self.context)
             if candidate is None:
                 return
             tried = Tried(candidate, len(self.tried) + 1)
+            is_late = self._is_over(self.budget.search_ratio) or self.journal.is_full
+            if is_late and not self._is_known(self.fast, "screen", tried):
+                return
             self.tried.append(tried)
             if any(t.candidate.digest == candidate.digest for t in self.tried[:-1]):
                 tried.state, tried.reason = Outcome.DUPLICATE, "proposed before"
@@ -189,13 +190,7 @@ class Campaign:
     def _judge(self, tier: JudgingTier, tried: Tried, stage: str, ticket: AlphaTicket) -> Report:
         known = self.journal.verdicts.get((tier.name, stage, tried.candidate.digest))
         if known is None:
-            known = tier.judge(
-                tried.candidate,
-                stage,
-                ticket,
-                lambda doing, pairs: self.observer.changed(self.tried, tried, f"{tier.name} {doing}", pairs),
-            )
-            self.journal.verdict(stage, known)
+            known = self._measure(tier, tried, stage, ticket)
         tried.reports[f"{tier.name} {stage}"] = known
         tried.reason = known.reason
         if known.outcome is not Outcome.ACCEPTED:
@@ -206,24 +201,49 @@ class Campaign:
         self.observer.changed(self.tried, tried, "", known.pairs)
         return known
 
+    def _measure(self, tier: JudgingTier, tried: Tried, stage: str, ticket: AlphaTicket) -> Report:
+        """What the tier could not judge for a reason of its own is no verdict: tried once more, and not kept."""
+
+        def progress(doing: str, pairs: int) -> None:
+            self.observer.changed(self.tried, tried, f"{tier.name} {doing}", pairs)
+
+        report = tier.judge(tried.candidate, stage, ticket, progress)
+        if report.outcome is Outcome.EXPIRED:
+            report = tier.judge(tried.candidate, stage, ticket, progress)
+        if report.outcome is not Outcome.EXPIRED:
+            self.journal.verdict(stage, report)
+        return report
+
+    def _is_known(self, tier: JudgingTier, stage: str, tried: Tried) -> bool:
+        """From an earlier life: it costs no time."""
+        return (tier.name, stage, tried.candidate.digest) in self.journal.verdicts
+
     def _ticket(self, tried: Tried, stage: str, alpha: float, max_pairs: int) -> AlphaTicket:
         return AlphaTicket(f"{tried.candidate.digest[:16]}-{stage}", alpha, self.budget.min_gain, max_pairs)
 
     def _is_over(self, ratio: float) -> bool:
         return self.now_s() - self.journal.started_at_s > ratio * self.budget.duration_s
 
-    def _failure(self, any_screened: bool) -> tuple[RunOutcome, str]:
+    def _failure(self) -> tuple[RunOutcome, str]:
         evaluated = [t for t in self.tried if t.was_evaluated]
         if not evaluated:
-            built = len(self.tried)
-            return RunOutcome.BUDGET_EXHAUSTED, f"no candidate could be judged ({built} proposed)"
+            last = f"; the last: {self.tried[-1].reason}" if self.tried else ""
+            return RunOutcome.BUDGET_EXHAUSTED, f"no candidate could be judged ({len(self.tried)} proposed{last})"
         wrong = [t for t in evaluated if t.state == Outcome.WRONG]
         if len(wrong) == len(evaluated):
             return RunOutcome.CORRECTNESS_FAILED, f"all {len(wrong)} candidates were wrong: {wrong[0].reason}"
         best = max((t.log_gain for t in evaluated if t.log_gain is not None), default=0.0)
-        if any_screened:
-            last = next(t for t in reversed(self.tried) if len(t.reports) > 1 or t.state == State.SCREENED)
-            return RunOutcome.NO_IMPROVEMENT, f"no screened candidate was confirmed; the last: {last.reason}"
+        challenged = [t for t in self.tried if len(t.reports) > 1]
+        waiting = [t for t in self.tried if t.state == State.SCREENED]
+        if challenged and all(t.state == Outcome.EXPIRED for t in challenged):
+            reason = challenged[-1].reason
+            return RunOutcome.BUDGET_EXHAUSTED, f"no screened candidate could be judged again; the last: {reason}"
+        if challenged:
+            reason = challenged[-1].reason
+            return RunOutcome.NO_IMPROVEMENT, f"no screened candidate was confirmed; the last: {reason}"
+        if waiting:
+            text = f"the budget ended before any of {len(waiting)} screened candidates could be confirmed; the best"
+            return RunOutcome.BUDGET_EXHAUSTED, f"{text} measured {100 * math.expm1(best):+.1f} %"
         return (
             RunOutcome.NO_IMPROVEMENT,
             f"none of {len(evaluated)} judged candidates beat the incumbent; the best measured"

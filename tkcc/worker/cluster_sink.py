@@ -18,11 +18,12 @@ from tkcc.kube.cluster import WORKER, Cluster, connect
 from tkcc.kube.errors import ClusterError
 from tkcc.kube.resources import CONFIG_MAP, RECOMPILATION_RUN
 from tkcc.worker import outcome
-from tkcc.worker.campaign import Tried
+from tkcc.worker.campaign import State, Tried
 
 CALL_S = 120.0  # the client's retries included
 STATUS_INTERVAL_S = 2.0
 JOURNAL = "journal.jsonl"
+CONFIRMED = frozenset({State.CONFIRMED_FAST, State.CONFIRMED_SLOW, State.ACCEPTED})
 
 T = TypeVar("T")
 
@@ -102,7 +103,7 @@ class ClusterSink:
         self._conditions[type_] = Condition(type_, ConditionStatus.TRUE, "Completed", message[:4096], 1, now)
 
     def _write_status(self, tried: list[Tried], tier: str) -> None:
-        gains = [t.log_gain for t in tried if t.log_gain is not None and t.state.isupper() and t.reports]
+        gains = [t.log_gain for t in tried if t.log_gain is not None and t.state in CONFIRMED]
         status: dict[str, Any] = {
             "tier": tier,
             "candidates": to_dict(outcome.counts(tried)),

@@ -70,6 +70,9 @@ def run(
             say(_describe(tier.info))
         identity = {
             "model": slow.info["modelDigest"],
+            "dtype": slow.info["dtype"],
+            "layers": f"{fast.info['layers']}, {slow.info['layers']}",
+            "judge": slow.info["judgeSourceHash"],
             "workload": work.workload.digest,
             "incumbent": work.incumbent.digest if work.incumbent else slow.info["baselineDigest"],
             "seed": work.seed,

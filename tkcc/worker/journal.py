@@ -51,7 +51,8 @@ class Journal:
         match entry.get("kind"):
             case "start":
                 if entry["campaign"] != identity:
-                    raise ValueError("the journal is of another campaign (other model, workload or incumbent)")
+                    keys = [key for key in identity if entry["campaign"].get(key) != identity[key]]
+                    raise ValueError(f"the journal is of another campaign: {', '.join(keys)} differ")
                 self.started_at_s = float(entry["at"])
             case "share":
                 self.shares.append((entry["name"], entry["alpha"]))

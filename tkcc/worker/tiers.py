@@ -16,6 +16,7 @@ POLL_S = 2.0
 START_S = 600.0  # a tier's pod may still pull its image and load weights
 CALIBRATION_S = 600.0
 CALL_S = 300.0  # a build takes up to 180
+JUDGEMENT_S = 1200.0  # a tier ends each after 900
 MAX_SETUPS = 3
 REJECTED = {
     "REJECTED_STATIC": Outcome.REJECTED_STATIC,
@@ -25,12 +26,16 @@ REJECTED = {
 }
 
 
+# It knows neither workload nor candidate, or what serves them ended and is about to start again.
+_STATE_LOST = frozenset({httpx.codes.CONFLICT, httpx.codes.NOT_FOUND, httpx.codes.SERVICE_UNAVAILABLE})
+
+
 class TierGoneError(Exception):
     """The tier does not answer, or failed for good. The message says which and why."""
 
 
 class _LostStateError(Exception):
-    """The tier was restarted: it knows neither workload nor candidate."""
+    """The tier was, or has to be, restarted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +96,7 @@ class Tier:
             return Report(candidate.digest, incumbent, self.name, outcome, built["reason"], ticket_id=ticket.id)
         body = {"digest": candidate.digest, "stage": stage, "ticket": to_dict(ticket)}
         judgement = self._call("POST", "/v1/judgements", body)["id"]
+        deadline = time.monotonic() + JUDGEMENT_S
         while True:
             answer = self._request("GET", f"/v1/judgements/{judgement}?waitS={POLL_S}", None)
             if answer.status_code == httpx.codes.OK:
@@ -100,6 +106,8 @@ class Tier:
             self._check(answer)
             state = answer.json()
             progress(state["state"], state["pairs"])
+            if time.monotonic() > deadline:
+                raise TierGoneError(f"the {self.name} tier gave no verdict in {JUDGEMENT_S:.0f} s")
 
     def _await_state(self, wanted: set[str], timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
@@ -132,7 +140,7 @@ class Tier:
             reason = answer.json()["error"]
         except (ValueError, KeyError):
             reason = f"HTTP {answer.status_code}"
-        if answer.status_code in (httpx.codes.CONFLICT, httpx.codes.NOT_FOUND) and answer.request.method != "PUT":
+        if answer.status_code in _STATE_LOST and answer.request.method != "PUT":
             raise _LostStateError
         raise TierGoneError(f"the {self.name} tier refused {answer.request.url.path}: {reason}")
 

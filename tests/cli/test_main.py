@@ -7,6 +7,7 @@ import pytest
 
 from tkcc.cli.main import commands, main, make_parser
 
+RECOMPILE = ["recompile", "--model", "{tmp}", "--trace", "{tmp}/trace.jsonl", "--out", "{tmp}/out"]
 FOR_MACHINES = {"worker"}  # started by a Job
 
 
@@ -37,6 +38,9 @@ def test_help_imports_nothing_heavy():
         (["model", "init", "--out", "{tmp}/m", "--vocab", "100"], "--vocab must be at least 259"),
         (["model", "init", "--out", "{tmp}/m", "--heads", "3", "--kv-heads", "2"], "3 heads are no multiple"),
         (["model", "init", "--out", "{tmp}"], "exists and is not empty"),
+        ([*RECOMPILE, "--max-candidates", "0"], "--max-candidates must be at least 1"),
+        ([*RECOMPILE, "--min-gain", "1.5"], "--min-gain must be a share"),
+        (RECOMPILE, "not a Hugging Face model directory"),
         (["model", "import", "no-such-model"], "no model known by that name (smollm2-135m-instruct)"),
         (["model", "import", "{tmp}/file"], "--out DIR is needed"),
         (["model", "import", "{tmp}/file", "--out", "{tmp}/m"], "not a readable GGUF file"),
@@ -47,6 +51,7 @@ def test_a_refusal_is_one_line_and_exit_code_2(argv, want, tmp_path, capsys):
     assert main([arg.format(tmp=tmp_path) for arg in argv]) == 2
     printed = capsys.readouterr()
     assert want in printed.err and len(printed.err.strip().splitlines()) == 1 and printed.out == ""
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_random_model_is_written_and_named(tmp_path, capsys):

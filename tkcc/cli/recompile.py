@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--incumbent", type=Path, metavar="DIR", help="artifact to beat (default: the baseline)")
     parser.add_argument("--script", type=Path, metavar="DIR", help="try the *.py files in DIR instead of searching")
     parser.add_argument("--max-candidates", type=int, default=200, metavar="N", help="to try at most (200)")
-    parser.add_argument("--min-gain", type=float, default=0.005, metavar="R", help="share worth a rollout (0.005)")
+    parser.add_argument("--min-gain", type=float, default=0.005, metavar="R", help="share of time to save (0.005)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--allow-unconfined", action="store_true", help="see `tkcc tier --help`")
 
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     from tkcc.agents.search import OfflineProposer
     from tkcc.api.candidate import read_artifact
     from tkcc.worker import job
-    from tkcc.worker.campaign import Budget
+    from tkcc.worker.campaign import Budget, log_gain_of
     from tkcc.worker.files import DirectorySink
     from tkcc.worker.journal import Journal
     from tkcc.worker.local_tiers import tiers
@@ -63,6 +63,11 @@ def run(args: argparse.Namespace) -> int:
     from tkcc.worker.tiers import TierGoneError
 
     budget_s = _seconds(args.budget)
+    if args.max_candidates < 1:
+        raise CommandError("--max-candidates must be at least 1")
+    if not 0 <= args.min_gain < 1:
+        raise CommandError("--min-gain must be a share of the time: at least 0, below 1")
+    _refuse_missing_model(args.model)
     recording, workload = _traffic(args)
     incumbent = None
     try:
@@ -70,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
             _, incumbent = read_artifact(args.incumbent)
     except (OSError, ValueError) as err:
         raise CommandError(f"--incumbent {args.incumbent}: {err}") from err
-    budget = Budget(duration_s=budget_s, max_candidates=args.max_candidates, min_gain=args.min_gain)
+    budget = Budget(duration_s=budget_s, max_candidates=args.max_candidates, min_gain=log_gain_of(args.min_gain))
     work = job.Work(workload, recording, incumbent, budget, args.seed)
     try:
         proposer = ScriptedProposer(args.script) if args.script else OfflineProposer(args.seed)
@@ -79,7 +84,6 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError(str(err)) from err
     except OSError as err:
         raise CommandError(f"--out {args.out}: {err.strerror}") from err
-    _refuse_missing_model(args.model)
 
     def observe(journal: Journal) -> Table:
         return Table(budget_s, journal.started_at_s)

@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     from tkcc.api.workload import Workload
     from tkcc.kube.errors import ClusterError
     from tkcc.worker import job
-    from tkcc.worker.campaign import Budget
+    from tkcc.worker.campaign import Budget, log_gain_of
     from tkcc.worker.cluster_sink import Both, ClusterSink, RunName
     from tkcc.worker.table import Table
     from tkcc.worker.tiers import TierGoneError
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     budget = Budget(
         duration_s=duration_s,
         max_candidates=spec.budget.max_candidates,
-        min_gain=spec.acceptance.min_gain_milli / 1000,
+        min_gain=log_gain_of(spec.acceptance.min_gain_milli / 1000),
     )
     work = job.Work(workload, _recording(args.run_dir, workload), incumbent, budget, args.seed)
     try:

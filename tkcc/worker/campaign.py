@@ -43,7 +43,7 @@ class Budget:
     confirm_pairs: int = 60
     slow_pairs: int = 60
     estimate_pairs: int = 40
-    min_gain: float = 0.005  # log-ratio that a rollout must be worth
+    min_gain: float = 0.005  # log-ratio that a rollout must be worth, see `log_gain_of`
     alpha: float = 0.05
 
 
@@ -176,8 +176,7 @@ class Campaign:
         gain = over_incumbent
         if self.context.incumbent is not None:
             gain = self._judge(self.slow, tried, "estimate-baseline", ticket)
-        least = math.log1p(self.budget.min_gain)
-        if not over_incumbent.log_gain_low > 0.0 or not over_incumbent.log_gain >= least:
+        if not over_incumbent.log_gain_low > 0.0 or not over_incumbent.log_gain >= self.budget.min_gain:
             tried.state = Outcome.FUTILE
             tried.reason = f"confirmed, but fresh pairs show only {_percent(over_incumbent)}"
             return Result(RunOutcome.NO_IMPROVEMENT, tried.reason, tuple(self.tried))
@@ -254,6 +253,11 @@ class Campaign:
 def _percent(report: Report) -> str:
     low, mid, high = (100 * -math.expm1(-x) for x in (report.log_gain_low, report.log_gain, report.log_gain_high))
     return f"{mid:.1f} % [{low:.1f}, {high:.1f}]"
+
+
+def log_gain_of(saved_ratio: float) -> float:
+    """Of a share of the time per token that is saved, in [0, 1): what users are told and ask for."""
+    return -math.log1p(-saved_ratio)
 
 
 def context_of(info: dict[str, object], incumbent: Candidate | None) -> Context:

@@ -22,6 +22,7 @@ settings.load_profile("tkcc")
 
 REPOSITORY = Path(__file__).parents[1]
 SYSTEM = "tkcc-system"
+IMAGES = tuple(f"--set=image.{part}.repository=localhost/tkcc-{part}" for part in ("operator", "engine", "worker"))
 _numbers = itertools.count(1)
 
 
@@ -60,7 +61,7 @@ def rendered_chart(*templates: str) -> str:
 
     show = [f"--show-only=templates/{name}.yaml" for name in templates]
     helm, chart = str(toolchain.program("helm")), str(REPOSITORY / "charts" / "tkcc")
-    argv = [helm, "template", "tkcc", chart, f"--namespace={SYSTEM}", *show]
+    argv = [helm, "template", "tkcc", chart, f"--namespace={SYSTEM}", *IMAGES, *show]
     return subprocess.run(argv, capture_output=True, text=True, check=True).stdout
 
 

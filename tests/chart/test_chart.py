@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.conftest import REPOSITORY
+from tests.conftest import IMAGES, REPOSITORY
+from tkcc.api.condition import ConditionType
+from tkcc.api.run import RunOutcome
 from tkcc.kube import resources
-from tkcc.shell import metrics
-from tkcc.shell.settings import load
+from tkcc.shell import metrics, settings
 
 CHART = REPOSITORY / "charts" / "tkcc"
 EVERYTHING = [
@@ -46,7 +47,8 @@ class Helm:
         return subprocess.run(argv, capture_output=True, text=True, env=self._env, timeout=60, check=False)
 
     def template(self, *sets: str, namespace: str = "tkcc-system", values: str = "") -> list[dict[str, Any]]:
-        args = ["template", "tkcc", str(CHART), f"--namespace={namespace}", *(f"--set={item}" for item in sets)]
+        given = (f"--set={item}" for item in sets)
+        args = ["template", "tkcc", str(CHART), f"--namespace={namespace}", *IMAGES, *given]
         if values:
             args.append(f"--values={values}")
         done = self.run(*args)
@@ -70,7 +72,7 @@ def kinds(objects: list[dict[str, Any]]) -> set[str]:
 
 @pytest.mark.parametrize("sets", [[], EVERYTHING, ["watchNamespaces={a,b}"]], ids=["defaults", "everything", "two"])
 def test_it_lints_strictly(chart: Helm, sets: list[str]):
-    done = chart.run("lint", str(CHART), "--strict", *(f"--set={item}" for item in sets))
+    done = chart.run("lint", str(CHART), "--strict", *IMAGES, *(f"--set={item}" for item in sets))
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -114,17 +116,44 @@ def test_the_settings_file_is_what_the_operator_reads(chart: Helm, tmp_path: Pat
     )
     path = tmp_path / "settings.yaml"
     path.write_text(one(objects, "ConfigMap")["data"]["settings.yaml"])
-    settings = load({"TKCC_SETTINGS": str(path)})
-    assert (settings.tick_s, settings.torch_host_path) == (2, "/opt/site-packages")
-    assert settings.images.engine == "localhost/tkcc-engine:abc"
-    assert (settings.images.pull_policy, settings.images.pull_secrets) == ("Never", ("one",))
-    assert not settings.network_policies
-    assert settings.operator_namespace == "tkcc-system"
+    have = settings.load({"TKCC_SETTINGS": str(path)})
+    assert (have.tick_s, have.torch_host_path) == (2, "/opt/site-packages")
+    assert have.images.engine == "localhost/tkcc-engine:abc"
+    assert (have.images.pull_policy, have.images.pull_secrets) == ("Never", ("one",))
+    assert not have.network_policies
+    assert have.operator_namespace == "tkcc-system"
     lease = one(objects, "Role", "tkcc-lease")["rules"][0]
-    assert lease["resourceNames"] == [settings.lease_name], "the lease it may hold is the lease it asks for"
+    assert lease["resourceNames"] == [have.lease_name], "the lease it may hold is the lease it asks for"
     env = {item["name"]: item for item in _container(objects)["env"]}
     assert env["TKCC_SETTINGS"]["value"] == "/etc/tkcc/settings.yaml"
     assert env["TKCC_IDENTITY"]["valueFrom"] == {"fieldRef": {"fieldPath": "metadata.name"}}
+
+
+def test_the_values_show_every_setting_with_the_operators_own_default(chart: Helm, tmp_path: Path):
+    path = tmp_path / "settings.yaml"
+    path.write_text(one(chart.template(), "ConfigMap")["data"]["settings.yaml"])
+    have = settings.load({"TKCC_SETTINGS": str(path)})
+    plain = settings.Settings(have.images, lease_name=have.lease_name)
+    assert have == plain
+    shown = yaml.safe_load((CHART / "values.yaml").read_text())["settings"]
+    elsewhere = {"images", "operatorNamespace", "identity", "leaseName", "networkPolicies", "httpPort"}
+    assert set(settings.dump(plain)) - elsewhere == set(shown)
+
+
+@pytest.mark.parametrize("part", ["operator", "engine", "worker"])
+def test_an_image_that_is_not_named_is_asked_for(chart: Helm, part: str):
+    done = chart.run("template", "tkcc", str(CHART), *IMAGES, f"--set=image.{part}.repository=")
+    assert done.returncode != 0
+    assert f"set image.{part}.repository and .tag: no images are published" in done.stderr
+
+
+def test_the_operator_reaches_the_api_server_where_it_is(chart: Helm):
+    def ports(*sets: str) -> list[int]:
+        policy = one(chart.template(*sets), "NetworkPolicy")
+        return [item["port"] for item in policy["spec"]["egress"][0]["ports"]]
+
+    assert ports() == [443, 6443]
+    assert ports("networkPolicy.apiServerPorts={16443}") == [16443]
 
 
 def test_changed_settings_exchange_the_pod(chart: Helm):
@@ -187,11 +216,12 @@ def test_network_policies_monitors_alerts_and_dashboard_are_flags(chart: Helm):
         ("settings.rolling.maxSurge=0", "rolling"),
         ("watchNamespaces={Not_A_Name}", "watchNamespaces"),
         ("metrics.serviceMonitor.interval=soon", "interval"),
+        ("networkPolicy.apiServerPorts={}", "apiServerPorts"),
         ("unknown=1", "unknown"),
     ],
 )
 def test_values_that_make_no_sense_are_refused_by_name(chart: Helm, setting: str, want: str):
-    done = chart.run("template", "tkcc", str(CHART), f"--set={setting}")
+    done = chart.run("template", "tkcc", str(CHART), *IMAGES, f"--set={setting}")
     assert done.returncode != 0
     assert want in done.stderr
 
@@ -224,12 +254,14 @@ def test_alerts_and_dashboard_ask_only_for_series_that_exist():
     assert asked - engine <= _exported()
 
 
-def test_the_runbook_names_every_metric_and_every_alert():
+def test_the_runbook_names_every_metric_every_alert_every_condition_and_every_end_of_a_run():
     text = (REPOSITORY / "docs" / "operator.md").read_text()
     families = {family.name for family in metrics.Metrics().registry.collect()}
     assert not [name for name in families if name not in text]
     alerts = yaml.safe_load((CHART / "files" / "alerts.yaml").read_text())["groups"][0]["rules"]
     assert not [rule["alert"] for rule in alerts if rule["alert"] not in text]
+    assert not [type_ for type_ in ConditionType if f"**{type_}**" not in text]
+    assert not [outcome for outcome in RunOutcome if f"`{outcome}`" not in text]
 
 
 def test_the_alerts_are_rules_that_prometheus_accepts():

@@ -20,7 +20,8 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 
 {{- define "tkcc.image" -}}
 {{- $image := index .root.Values.image .part -}}
-{{- printf "%s:%s" $image.repository ($image.tag | default .root.Chart.AppVersion) -}}
+{{- $unset := printf "set image.%s.repository and .tag: no images are published; build images/%s.Dockerfile and push it" .part .part -}}
+{{- printf "%s:%s" (required $unset $image.repository) ($image.tag | default .root.Chart.AppVersion) -}}
 {{- end }}
 
 {{/* The operator's settings file: values.settings, and what other values say. */}}

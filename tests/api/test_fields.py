@@ -11,8 +11,9 @@ from tkcc.api.candidate import Candidate, candidate_digest
 from tkcc.api.codec import from_dict, from_json, to_dict, to_json
 from tkcc.api.condition import Condition, ConditionStatus
 from tkcc.api.fields import format_duration, parse_duration
+from tkcc.api.report import Verdict
 from tkcc.api.spec import Approval, Mode, Spec, model_claim
-from tkcc.api.status import Status
+from tkcc.api.status import MetricAnalysis, Status
 from tkcc.api.workload import Quantiles, Workload
 
 MINIMAL = {"model": {"uri": "pvc://weights/smol", "name": "smol"}}
@@ -114,3 +115,8 @@ def test_a_workloads_digest_is_its_figures(tokens, hit_ratio_milli):
     workload = Workload(flat, flat, flat, hit_ratio_milli, 60, 60, 60)
     assert from_json(Workload, to_json(workload)).digest == workload.digest
     assert replace(workload, requests_per_minute=61).digest != workload.digest
+
+
+def test_figures_that_do_not_fit_are_cut_and_stop_no_status_from_being_written():
+    shown = MetricAnalysis("TPOT", Verdict.PASS, canary="9" * 40, ratio_milli=10**30, ratio_low_milli=None)
+    assert (len(shown.canary), shown.ratio_milli, shown.ratio_low_milli) == (32, 10**9, None)

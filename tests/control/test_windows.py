@@ -78,6 +78,11 @@ def test_hits_of_a_filling_cache_are_masked(case, started, hit_ratio):
     assert window_.requests == 10  # its prompts count all the same
 
 
+def test_a_pod_from_the_end_of_time_has_no_warm_cache():
+    far = datetime(9999, 12, 31, tzinfo=UTC)
+    assert seen([replace(sample(n, n), started_at=far) for n in (1, 5)], fill=15 * MINUTE).hit_ratio is None
+
+
 def test_one_restarted_pod_does_not_hide_the_others_hits():
     old = [sample(1, 0), sample(5, 10, hits=0.8)]
     new = [sample(1, 0, series="b", started=1), sample(5, 10, series="b", hits=0.0, started=1)]

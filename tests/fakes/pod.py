@@ -8,6 +8,7 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from email.utils import formatdate
 from typing import Any
 
 from aiohttp import web
@@ -24,6 +25,8 @@ class FakePod:
     is_recording: bool = False
     is_ready: bool = True
     is_broken: bool = False  # answers 500 on the admin port
+    clock_lag_s: float = 0.0  # how far its node's clock is behind
+    lies: dict[str, str] = field(default_factory=dict)  # path of the admin port -> what it answers there instead
     load_error: str | None = None  # it has no model: why, or "" while it loads
     words: tuple[str, ...] = ("a", "b", "c", "d")  # its greedy answer to everything
     preference_nats: float = 2.0  # how much more likely each of its tokens is than the next best
@@ -59,7 +62,7 @@ class FakePod:
             self._generated.inc(output)
             self._ttft.observe(0.05)
             self._tpot.observe(tpot_s)
-            at_ms = int(time.time() * 1000)
+            at_ms = int(self._clock_s() * 1000)
             self.requests.append(
                 {
                     "seq": len(self.requests),
@@ -102,8 +105,14 @@ class FakePod:
     async def _break(self, request: web.Request, handler: Any) -> web.StreamResponse:
         if self.is_broken:
             return web.Response(status=500, text="broken")
+        if request.path in self.lies:
+            return web.Response(text=self.lies[request.path])
         response: web.StreamResponse = await handler(request)
+        response.headers["Date"] = formatdate(self._clock_s(), usegmt=True)
         return response
+
+    def _clock_s(self) -> float:
+        return time.time() - self.clock_lag_s
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response(status=200 if self.is_ready else 503)

@@ -69,7 +69,7 @@ async def turns(faulty: Cluster) -> AsyncIterator[DeploymentTurns]:
 @pytest.mark.parametrize(
     "case, failing, tried, degraded",
     [
-        ("on a view with holes nothing is done", "list v1/pods", [], ["False"]),
+        ("on a view with holes nothing is done, and it is told", "list v1/pods", [STATUS], ["True", "False"]),
         (
             "a write that fails is told, and nothing after it is done",
             "patch policy/v1/poddisruptionbudgets",
@@ -98,6 +98,25 @@ async def test_a_turn_that_meets_500s_ends_and_the_next_one_does_it_all(
     told = conditions(kmock, "Degraded")
     assert list(dict.fromkeys(one["status"] for one in told)) == degraded
     assert all("etcd is on fire" in one["message"] for one in told if one["status"] == "True")
+
+
+async def test_a_turn_that_meets_a_bug_of_ours_tells_it(
+    kmock: RawHandler, turns: DeploymentTurns, monkeypatch: pytest.MonkeyPatch
+):
+    healthy(kmock)
+
+    def buggy(*args: object) -> None:
+        raise KeyError("it should never come to this")
+
+    monkeypatch.setattr("tkcc.shell.turn.reconcile", buggy)
+    with pytest.raises(KeyError):
+        await turns.turn(Key("shop", "llama"))
+    [told] = conditions(kmock, "Degraded")
+    assert (told["status"], told["reason"]) == ("True", "OperatorError")
+    assert told["message"] == "a turn failed: KeyError: 'it should never come to this'"
+    monkeypatch.undo()
+    await turns.turn(Key("shop", "llama"))
+    assert conditions(kmock, "Degraded")[-1]["status"] == "False"
 
 
 MAP = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"namespace": "shop", "name": "a"}, "data": {"x": "1"}}

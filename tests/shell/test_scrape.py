@@ -1,6 +1,8 @@
 """Rounds over fake pods on real sockets: what is read, and that one bad pod spoils nothing."""
 
 import itertools
+import json
+import time
 from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime, timedelta
 
@@ -9,7 +11,7 @@ import pytest
 
 from tests.fakes.pod import BASELINE_DIGEST, FakePod
 from tkcc.api.fields import BASELINE
-from tkcc.shell.scrape import PodAddress, Scraper
+from tkcc.shell.scrape import CLOCK_ERROR, PodAddress, Scraper, clock_lag
 from tkcc.shell.settings import Scrape
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -91,6 +93,85 @@ async def test_bad_pods_are_errors_and_the_others_are_read(pod, scraper):
     assert "500" in readings[0].error and readings[0].sample is None
     assert readings[1].error.startswith("nobody: ConnectError")
     assert readings[2].error == "" and readings[2].sample
+
+
+@pytest.mark.parametrize("lag_s", [0, 30, -30, 3000])
+async def test_requests_are_dated_by_our_clock_whatever_the_pods_node_thinks(pod, scraper, lag_s):
+    before_s = time.time()
+    served = await pod(clock_lag_s=lag_s)
+    served.serve_requests(1, prompt=10)
+    [reading] = await scraper.read([at(served)], "native", {}, NOW)
+    [request] = reading.requests
+    assert before_s - CLOCK_ERROR.total_seconds() <= request.started_at.timestamp() <= time.time()
+
+
+@pytest.mark.parametrize("date", ["", "yesterday", "Fri, 31 Dec 9999 23:59:59 -1200", "Mon, 01 Jan 1900 00:00:00 GMT"])
+def test_what_is_no_clock_moves_nothing(date):
+    assert clock_lag(date, NOW) == timedelta(0)
+
+
+INFO = {
+    "artifactDigest": "a" * 64,
+    "baselineDigest": "b" * 64,
+    "modelDigest": "m" * 64,
+    "engineVersion": "0.1.0",
+    "startedAt": "2026-01-02T03:04:05Z",
+}
+REQUEST = {
+    "seq": 0,
+    "startedAtMs": 1767323045000,
+    "promptTokens": 100,
+    "cachedTokens": 0,
+    "outputTokens": 10,
+    "outcome": "ok",
+    "ttftS": 0.05,
+    "tpotS": 0.01,
+}
+
+
+def info(**lies: object) -> dict[str, str]:
+    return {"/tkcc/info": json.dumps(INFO | lies)}
+
+
+def finished(**lies: object) -> dict[str, str]:
+    return {"/tkcc/requests": json.dumps({"next": 1, "requests": [REQUEST | lies]})}
+
+
+def metrics(count: str) -> dict[str, str]:
+    return {"/metrics": f"# TYPE tkcc_engine_requests_started counter\ntkcc_engine_requests_started_total {count}\n"}
+
+
+@pytest.mark.parametrize(
+    "case, lies, is_believed",
+    [
+        ("all is well", info() | finished() | metrics("7"), True),
+        ("it began in no zone", info(startedAt="2026-01-02T03:04:05"), False),
+        ("it began at the end of time", info(startedAt="9999-12-31T23:59:59Z"), False),
+        ("a digest that is a book", info(artifactDigest="a" * 65), False),
+        ("a request in the year 33658", finished(startedAtMs=10**15), False),
+        ("more tokens than there are", finished(promptTokens=10**40), False),
+        ("fewer tokens than none", finished(cachedTokens=-1), False),
+        ("a time that is no number", finished(ttftS=float("nan")), False),
+        ("a time without end", finished(tpotS=1e300), False),
+        ("an outcome that is a book", finished(outcome="ok" * 100), False),
+        ("more requests than there are", metrics("1e40"), False),
+        ("fewer requests than none", metrics("-1"), False),
+        ("a page that is no page", {"/metrics": "{"}, False),
+        ("a page without end", {"/metrics": "# padding\n" * 300_000}, False),
+        ("no JSON", {"/tkcc/info": "hello"}, False),
+    ],
+)
+async def test_what_a_pod_cannot_mean_is_an_error(pod, scraper, case, lies, is_believed):
+    good, liar = await pod(), await pod(lies=lies)
+    readings = await scraper.read([at(liar, "liar"), at(good, "good")], "native", {}, NOW)
+    assert [not reading.error for reading in readings] == [is_believed, True], case
+    assert [bool(reading.sample) for reading in readings] == [is_believed, True], case
+
+
+async def test_a_time_too_short_to_be_one_is_none(pod, scraper):
+    liar = await pod(lies=finished(ttftS=5e-324))
+    [reading] = await scraper.read([at(liar)], "native", {}, NOW)
+    assert [request.ttft_s for request in reading.requests] == [0.0]
 
 
 async def test_a_pod_that_cannot_load_its_model_says_why(pod, scraper):

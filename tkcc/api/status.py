@@ -8,7 +8,7 @@ from dataclasses import field
 from enum import StrEnum
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
 from tkcc.api.codec import BORDER
@@ -123,17 +123,22 @@ class RecompilationStatus:
     )
 
 
+# Figures of pods, to be shown: what would not fit is cut, because a status that cannot be written stops every turn.
+_Figure = Annotated[str, BeforeValidator(lambda text: text[:32]), Field(max_length=32)]
+_RatioMilli = Annotated[int, AfterValidator(lambda milli: min(milli, 10**9))]
+
+
 @dataclass(frozen=True, config=BORDER)
 class MetricAnalysis:
     """One metric of the last measurement of a step."""
 
     metric: Annotated[str, Field(max_length=32)]
     verdict: Verdict
-    canary: str = Field(default="", max_length=32)
-    cohort: str = Field(default="", max_length=32)
-    ratio_milli: int | None = None  # canary / cohort
-    ratio_low_milli: int | None = None
-    ratio_high_milli: int | None = None
+    canary: _Figure = ""
+    cohort: _Figure = ""
+    ratio_milli: _RatioMilli | None = None  # canary / cohort
+    ratio_low_milli: _RatioMilli | None = None
+    ratio_high_milli: _RatioMilli | None = None
     requests: int = 0  # of the canary
     message: str = Field(default="", max_length=512)
 

@@ -75,7 +75,7 @@ def increases(samples: Iterable[MetricSample], cache_fill: timedelta) -> tuple[I
                 output_tokens=_grown(before.output_tokens, sample.output_tokens),
                 hit_tokens=_grown(before.hit_tokens, sample.hit_tokens),
                 query_tokens=_grown(before.query_tokens, sample.query_tokens),
-                is_warm=before.at >= sample.started_at + cache_fill,
+                is_warm=before.at - sample.started_at >= cache_fill,
                 running=sample.running,
             )
         )

@@ -1,8 +1,13 @@
-"""What serving pods answer on their admin port, as types (docs/architecture.md, "Serving pod")."""
+"""What serving pods answer on their admin port, as types (docs/architecture.md, "Serving pod").
 
-from datetime import datetime
+Candidate code runs in the process that answers, so every field is bounded: what is out of bounds is no answer, and
+what is within them fits into a status and into arithmetic.
+"""
 
-from pydantic import ConfigDict, Field
+from datetime import UTC, datetime
+from typing import Annotated
+
+from pydantic import AfterValidator, AwareDatetime, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from tkcc.api.codec import BORDER
@@ -10,18 +15,27 @@ from tkcc.api.fields import BASELINE
 
 _LENIENT = ConfigDict({**BORDER, "extra": "ignore"})  # a newer engine may say more
 MAX_REQUESTS = 20_000  # of one answer; the engine's ring is bounded too
+MAX_COUNT = 10**13  # a million tokens a second for four months
+_FIRST, _LAST = datetime(2000, 1, 1, tzinfo=UTC), datetime(2200, 1, 1, tzinfo=UTC)
+
+_Moment = Annotated[AwareDatetime, Field(ge=_FIRST, le=_LAST)]
+_MomentMs = Annotated[int, Field(ge=int(_FIRST.timestamp() * 1000), le=int(_LAST.timestamp() * 1000))]
+_Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+_Tokens = Annotated[int, Field(ge=0, le=10**9)]
+_Seconds = Annotated[float, Field(ge=0, le=10**6), AfterValidator(lambda time_s: round(time_s, 9))]  # never NaN
+_Digest = Annotated[str, Field(max_length=64)]
 
 
 @dataclass(frozen=True, config=_LENIENT)
 class Info:
     """GET /tkcc/info."""
 
-    artifact_digest: str
-    baseline_digest: str
-    model_digest: str
-    engine_version: str
-    started_at: datetime
-    block_tokens: int = 0
+    artifact_digest: _Digest
+    baseline_digest: _Digest
+    model_digest: _Digest
+    engine_version: Annotated[str, Field(max_length=128)]
+    started_at: _Moment
+    block_tokens: _Tokens = 0
     recording: bool = False
 
     @property
@@ -31,20 +45,20 @@ class Info:
 
 @dataclass(frozen=True, config=_LENIENT)
 class FinishedRequest:
-    seq: int
-    started_at_ms: int
-    prompt_tokens: int
-    cached_tokens: int
-    output_tokens: int
-    outcome: str
-    ttft_s: float | None = None
-    tpot_s: float | None = None
+    seq: _Count
+    started_at_ms: _MomentMs
+    prompt_tokens: _Tokens
+    cached_tokens: _Tokens
+    output_tokens: _Tokens
+    outcome: Annotated[str, Field(max_length=32)]
+    ttft_s: _Seconds | None = None
+    tpot_s: _Seconds | None = None
 
 
 @dataclass(frozen=True, config=_LENIENT)
 class FinishedRequests:
     """GET /tkcc/requests. `dropped`: how many left the ring before they were asked for."""
 
-    next: int
-    dropped: int = 0
+    next: _Count
+    dropped: _Count = 0
     requests: tuple[FinishedRequest, ...] = Field(default=(), max_length=MAX_REQUESTS)

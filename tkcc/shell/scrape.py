@@ -7,14 +7,15 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
+from email.utils import parsedate_to_datetime
 
 import httpx
 
 from tkcc.api.codec import from_json
 from tkcc.api.observation import MetricSample, RequestSample
 from tkcc.api.workload import Recording
-from tkcc.shell.podapi import FinishedRequest, FinishedRequests, Info
+from tkcc.shell.podapi import MAX_COUNT, FinishedRequest, FinishedRequests, Info
 from tkcc.shell.render.names import ADMIN_PORT
 from tkcc.shell.settings import Scrape
 from tkcc.traffic.exposition import parse
@@ -22,6 +23,9 @@ from tkcc.traffic.metrics_map import ENGINES, Signal
 
 MAX_REFUSAL_BYTES = 4096
 MAX_ANSWER_BYTES = 32_000_000
+MAX_PAGE_BYTES = 2_000_000  # of metrics: reading them holds everything else up, some 0.2 s a megabyte
+CLOCK_ERROR = timedelta(seconds=2)  # of the header Date, which tells whole seconds
+MAX_CLOCK_LAG = timedelta(days=1)  # what is further off is no clock
 PLAIN = {"Accept-Encoding": "identity"}
 
 
@@ -85,7 +89,7 @@ class Scraper:
         found = []
         for pod in pods:  # one by one: these answers are large
             try:
-                recording = from_json(Recording, await self._get(pod, path))
+                recording = from_json(Recording, (await self._get(pod, path, MAX_ANSWER_BYTES)).body)
             except (httpx.HTTPError, ValueError):
                 continue
             if recording.requests:
@@ -95,31 +99,49 @@ class Scraper:
     async def _read_pod(self, pod: PodAddress, engine: str, cursors: Mapping[str, int], now: datetime) -> Reading:
         try:
             async with asyncio.timeout(3 * self._settings.timeout_s):
-                info = from_json(Info, await self._get(pod, "/tkcc/info"))
+                info = from_json(Info, (await self._get(pod, "/tkcc/info", MAX_ANSWER_BYTES)).body)
                 since = cursors.get(series_of(pod.pod, info), 0)
-                signals = parse((await self._get(pod, ENGINES[engine].path)).decode(), engine)
-                finished = from_json(FinishedRequests, await self._get(pod, f"/tkcc/requests?since={since}"))
+                page = await self._get(pod, ENGINES[engine].path, MAX_PAGE_BYTES)
+                counts = _counts(parse(page.body.decode(), engine))
+                ring = await self._get(pod, f"/tkcc/requests?since={since}", MAX_ANSWER_BYTES)
+                finished = from_json(FinishedRequests, ring.body)
         except LoadingError as err:
             return Reading(pod.pod, error=f"{pod.pod}: the model is loading", load_error=str(err))
         except (httpx.HTTPError, TimeoutError, ValueError) as err:
             return Reading(pod.pod, error=f"{pod.pod}: {type(err).__name__}: {str(err)[:200]}")
-        requests = tuple(_request(pod.pod, info, request) for request in finished.requests)
         return Reading(
             pod=pod.pod,
             info=info,
-            sample=_sample(pod.pod, info, signals, now),
-            requests_started=round(signals.get(Signal.REQUESTS_STARTED, 0)),
-            requests=requests,
+            sample=_sample(pod.pod, info, counts, now),
+            requests_started=counts.get(Signal.REQUESTS_STARTED, 0),
+            requests=tuple(_request(pod.pod, info, request, ring) for request in finished.requests),
             next_seq=finished.next,
         )
 
-    async def _get(self, pod: PodAddress, path: str) -> bytes:
+    async def _get(self, pod: PodAddress, path: str, max_bytes: int) -> "_Answer":
         url, timeout = pod.url(ADMIN_PORT, path), self._settings.timeout_s
         async with self._http.stream("GET", url, headers=PLAIN, timeout=timeout) as response:
             if response.status_code == httpx.codes.SERVICE_UNAVAILABLE:
                 raise LoadingError(_load_error(await bounded(response, MAX_REFUSAL_BYTES)))
             response.raise_for_status()
-            return await bounded(response, MAX_ANSWER_BYTES)
+            now = datetime.now(UTC)
+            return _Answer(await bounded(response, max_bytes), now, clock_lag(response.headers.get("Date", ""), now))
+
+
+@dataclass(frozen=True)
+class _Answer:
+    body: bytes
+    at: datetime  # by our clock
+    lag: timedelta  # of the pod's clock behind ours
+
+
+def clock_lag(date: str, now: datetime) -> timedelta:
+    """How far the clock that wrote this header Date is behind ours; nothing where that is less than Date can tell."""
+    try:
+        lag = now - parsedate_to_datetime(date).astimezone(UTC)
+    except (ValueError, OverflowError):
+        return timedelta(0)
+    return lag if CLOCK_ERROR < abs(lag) < MAX_CLOCK_LAG else timedelta(0)
 
 
 async def bounded(response: httpx.Response, max_bytes: int) -> bytes:
@@ -141,9 +163,16 @@ def _load_error(body: bytes) -> str:
         return ""
 
 
-def _sample(pod: str, info: Info, signals: Mapping[Signal, float], now: datetime) -> MetricSample:
+def _counts(signals: Mapping[Signal, float]) -> dict[Signal, int]:
+    for signal, value in signals.items():
+        if not 0 <= value <= MAX_COUNT:
+            raise ValueError(f"the metrics say a count of {signal} that no process can have")
+    return {signal: round(value) for signal, value in signals.items()}
+
+
+def _sample(pod: str, info: Info, counts: Mapping[Signal, int], now: datetime) -> MetricSample:
     def value(signal: Signal) -> int:
-        return round(signals.get(signal, 0))
+        return counts.get(signal, 0)
 
     return MetricSample(
         series=series_of(pod, info),
@@ -159,11 +188,13 @@ def _sample(pod: str, info: Info, signals: Mapping[Signal, float], now: datetime
     )
 
 
-def _request(pod: str, info: Info, request: FinishedRequest) -> RequestSample:
+def _request(pod: str, info: Info, request: FinishedRequest, told: _Answer) -> RequestSample:
+    """By our clock: what a canary has begun and what it has finished count from a moment of ours."""
+    started_at = datetime.fromtimestamp(request.started_at_ms / 1000, UTC) + told.lag
     return RequestSample(
         pod=pod,
         artifact=info.artifact,
-        started_at=datetime.fromtimestamp(request.started_at_ms / 1000, UTC),
+        started_at=min(started_at, told.at),  # it has ended, after all
         prompt_tokens=request.prompt_tokens,
         cached_tokens=request.cached_tokens,
         output_tokens=request.output_tokens,

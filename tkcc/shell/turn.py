@@ -1,7 +1,7 @@
 """A turn: read fresh, reconcile, apply the actions in order, write the status with the resourceVersion read.
 
 A crash or a conflict anywhere means: run again from the old status, and nothing is done twice. What the API server
-refuses is shown in the status, in the API server's words, since only the user can mend it.
+refuses is shown in the status, in the API server's words, since only the user can mend it; so is any other failure.
 """
 
 import contextlib
@@ -13,13 +13,7 @@ from datetime import UTC, datetime
 import httpx
 
 from tkcc.api.codec import from_dict, to_dict
-from tkcc.api.condition import (
-    Condition,
-    ConditionStatus,
-    ConditionType,
-    find_condition,
-    set_condition,
-)
+from tkcc.api.condition import Condition, ConditionStatus, ConditionType, set_condition
 from tkcc.api.run import RunStatus
 from tkcc.api.spec import Spec
 from tkcc.api.status import Status
@@ -89,18 +83,19 @@ class DeploymentTurns:
             await self._show(obj, status, refused)
             return REFUSED_TURN_S
         memory = await self._memory(key, obj)
-        world = await self._observer.observe(obj, spec, status, memory)
-        actions, new = reconcile(spec, status, world.seen)
         try:
+            world = await self._observer.observe(obj, spec, status, memory)
+            actions, new = reconcile(spec, status, world.seen)
             for action in actions:
                 if not isinstance(action, EmitEvent):
                     await self._applier.apply(action, world, memory)
         except (Conflict, NotLeader):
             raise
-        except ClusterError as err:
-            _, told = reconcile(spec, status, replace(world.seen, operator_error=str(err)[:1024]))
-            degraded = find_condition(told.conditions, ConditionType.DEGRADED)
-            assert degraded is not None, "the core sets every known condition"
+        except Exception as err:  # a bug of ours, too: nobody else would tell that this object's turns fail
+            text = str(err) if isinstance(err, ClusterError) else f"a turn failed: {type(err).__name__}: {err}"
+            degraded = Condition(
+                ConditionType.DEGRADED, ConditionStatus.TRUE, "OperatorError", text[:1024], meta(obj).generation
+            )
             with contextlib.suppress(ClusterError):  # what failed first matters more
                 await self._show(obj, status, degraded)
             raise

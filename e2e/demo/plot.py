@@ -79,7 +79,7 @@ class _Frame:
 
 def _ticks(highest: float) -> list[float]:
     """0 up to at least `highest`, in at most six steps of 1, 2 or 5 times a power of ten."""
-    if not highest > 0:
+    if not highest > 1e-300:  # nothing, or too little to be divided
         return [0.0, 1.0]
     step = 10.0 ** math.floor(math.log10(highest / 5))
     step = next(step * factor for factor in (1, 2, 5, 10) if highest / (step * factor) <= 5.0001)

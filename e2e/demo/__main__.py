@@ -11,7 +11,6 @@ import sys
 import time
 from pathlib import Path
 
-from e2e.cluster import toolchain
 from e2e.cluster.cluster import Cluster
 from e2e.cluster.errors import ClusterError
 from e2e.demo import ground as grounds
@@ -21,6 +20,7 @@ from e2e.demo.facts import Story, Told, report
 from e2e.demo.page import clock, render_page
 from e2e.demo.setting import REPOSITORY, Subject, closing, install, machine, provide_weights, remove
 from e2e.demo.story import Plot, StoryError
+from tkcc.engine.tier import sandbox
 
 MODEL = "smollm2-135m-instruct"
 OUT = REPOSITORY / "build" / "demo"
@@ -29,6 +29,10 @@ cluster with TKCC_KUBECONFIG and TKCC_IMAGES, or see the recompilation alone, wh
 
   .venv/bin/tkcc recompile --model "$(.venv/bin/tkcc model import smollm2-135m-instruct)" \\
     --trace examples/traces/chat.jsonl.gz --budget 10m --out build/recompile"""
+OLD_KERNEL = """The demo runs candidates confined, and this kernel cannot do that. It lacks: {missing}.
+Boot Linux 6.12 or newer on x86_64, with `landlock` in /sys/kernel/security/lsm (Debian 12: linux-image-amd64 of
+bookworm-backports, see "Install" in docs/operator.md), or name a cluster whose nodes have it with TKCC_KUBECONFIG and
+TKCC_IMAGES."""
 _COLOURS = {2: "\033[1m", 1: "", 0: "\033[2m"}
 
 
@@ -38,8 +42,9 @@ def main() -> int:
     args = parser.parse_args()
     for number in (signal.SIGINT, signal.SIGTERM):  # asked to end: clean up (a shell's background job ignores SIGINT)
         signal.signal(number, signal.default_int_handler)
-    if os.geteuid() != 0 and not os.environ.get(grounds.KUBECONFIG_VARIABLE):
-        print(NO_ROOT, file=sys.stderr)
+    refusal = "" if os.environ.get(grounds.KUBECONFIG_VARIABLE) else unfit(is_clean=args.clean)
+    if refusal:
+        print(refusal, file=sys.stderr)
         return 1
     try:
         return clean() if args.clean else tell()
@@ -53,10 +58,18 @@ def main() -> int:
         return 130
 
 
+def unfit(*, is_clean: bool) -> str:
+    """Why this machine cannot have a cluster of the demo's own, or remove one; empty if it can."""
+    if os.geteuid() != 0:
+        return NO_ROOT
+    missing = [] if is_clean else sandbox.missing_features()
+    return OLD_KERNEL.format(missing="; ".join(missing)) if missing else ""
+
+
 def clean() -> int:
     there = grounds.given()
     if there:
-        toolchain.build()
+        grounds.provide_programs()
         remove(there, Subject.read())
     else:
         Cluster(grounds.CLUSTER_NAME).down()

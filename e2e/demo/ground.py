@@ -23,7 +23,9 @@ KUBECONFIG_VARIABLE = "TKCC_KUBECONFIG"
 IMAGES_VARIABLE = "TKCC_IMAGES"
 TORCH_VARIABLE = "TKCC_TORCH_PATH"  # site-packages with torch on the given cluster's nodes, if images lack it
 PARTS = ("operator", "engine", "worker")
+PROGRAMS = ("kubectl", "helm")
 COMMAND_DEADLINE_S = 120.0
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # a node's status has its own
 
 
 @dataclass(frozen=True)
@@ -31,16 +33,27 @@ class Ground:
     kubeconfig: Path
     images: Mapping[str, str]  # part -> reference that the cluster can pull or has
     torch_host_path: str = ""  # of the nodes, for engine images without torch
+    is_given: bool = False
 
     def kubectl(self, *words: str, stdin: str | None = None, deadline_s: float = COMMAND_DEADLINE_S) -> str:
-        return _run([str(toolchain.program("kubectl")), *words], self._environment, stdin, deadline_s)
+        return _run([self._program("kubectl"), *words], self._environment, stdin, deadline_s)
 
     def helm(self, *words: str, deadline_s: float = COMMAND_DEADLINE_S) -> str:
-        return _run([str(toolchain.program("helm")), *words], self._environment, None, deadline_s)
+        return _run([self._program("helm"), *words], self._environment, None, deadline_s)
 
     def follow(self, *words: str) -> list[str]:
         """The command line of a kubectl that goes on until it is ended; run it with `environment`."""
-        return [str(toolchain.program("kubectl")), *words]
+        return [self._program("kubectl"), *words]
+
+    def runs_here(self) -> bool:
+        """Are all nodes this very machine, so that its files are theirs?"""
+        here = BOOT_ID.read_text().strip()
+        nodes = json.loads(self.kubectl("get", "nodes", "-o", "json"))["items"]
+        return all(node["status"]["nodeInfo"]["bootID"] == here for node in nodes)
+
+    def _program(self, name: str) -> str:
+        """A given cluster's user may have their own, which fits it; ours is of the local cluster's version."""
+        return (self.is_given and shutil.which(name)) or str(toolchain.program(name))
 
     @property
     def environment(self) -> dict[str, str]:
@@ -79,7 +92,13 @@ def given() -> Ground | None:
     if not Path(kubeconfig).is_file():
         raise ClusterError(f"{KUBECONFIG_VARIABLE}={kubeconfig}: no such file")
     references = parse_images(os.environ.get(IMAGES_VARIABLE, ""))
-    return Ground(Path(kubeconfig).resolve(), references, os.environ.get(TORCH_VARIABLE, ""))
+    return Ground(Path(kubeconfig).resolve(), references, os.environ.get(TORCH_VARIABLE, ""), is_given=True)
+
+
+def provide_programs() -> None:
+    """kubectl and helm for a given cluster: from PATH, or as a part of Kubernetes, whose build takes minutes."""
+    if not all(shutil.which(name) for name in PROGRAMS):
+        toolchain.build()
 
 
 @contextmanager
@@ -88,7 +107,7 @@ def ground(watch: Stopwatch) -> Iterator[Ground]:
     there = given()
     if there:
         with watch.step("build"):
-            toolchain.build()
+            provide_programs()
         yield there
         return
     with watch.step("build"):

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from e2e.cluster import cache, progress
+from e2e.cluster.errors import ClusterError
 from e2e.demo.clock import Stopwatch
 from e2e.demo.ground import Ground, image_values, manifest
 from tkcc.api.codec import from_dict
@@ -69,6 +70,11 @@ def provide_weights(ground: Ground, subject: Subject, model_dir: Path) -> None:
     have = ground.kubectl("get", "pvc", claim, "-n", subject.namespace, "--ignore-not-found", "-o", "name")
     if have.strip():
         return
+    if not ground.runs_here():
+        raise ClusterError(
+            f"the cluster's nodes are not this machine: create claim {claim} in namespace {subject.namespace} first, "
+            f'with the model in its folder {path} (examples/smollm2-weights.yaml; "Serve" in docs/operator.md)'
+        )
     root = cache.root() / "claims" / claim  # laid out as the claim promises, by hard links
     shutil.rmtree(root, ignore_errors=True)
     (root / path).parent.mkdir(parents=True, exist_ok=True)

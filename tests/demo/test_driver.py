@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from e2e.cluster.errors import ClusterError
+from e2e.demo import __main__ as demo
 from e2e.demo.facts import Story
-from e2e.demo.ground import Ground, image_values, parse_images
+from e2e.demo.ground import BOOT_ID, Ground, image_values, parse_images
 from e2e.demo.load import Load, pod_of, sending
+from e2e.demo.setting import Subject, provide_weights
 from e2e.demo.watch import Watcher
 from tkcc.api.codec import to_dict
 from tkcc.api.condition import Condition, ConditionStatus
@@ -52,6 +55,73 @@ def test_the_replay_pod_sends_the_trace_to_the_service_and_may_do_nothing_else()
     assert pod["spec"]["automountServiceAccountToken"] is False
     assert pod["spec"]["securityContext"]["runAsNonRoot"] is True
     assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+
+
+@pytest.mark.parametrize(
+    "case, euid, missing, is_clean, want",
+    [
+        ("root on a kernel that confines candidates", 0, [], False, ""),
+        ("not root", 1000, [], False, "needs root"),
+        (
+            "an old kernel",
+            0,
+            ["Landlock ABI >= 6 (this kernel: 2)"],
+            False,
+            "Landlock ABI >= 6 (this kernel: 2).\nBoot Linux 6.12",
+        ),
+        ("an old kernel is no reason not to clean up", 0, ["Landlock"], True, ""),
+    ],
+)
+def test_a_machine_that_cannot_run_the_demo_is_refused_before_anything_is_built(
+    monkeypatch, case, euid, missing, is_clean, want
+):
+    monkeypatch.setattr("os.geteuid", lambda: euid)
+    monkeypatch.setattr(demo.sandbox, "missing_features", lambda: missing)
+    said = demo.unfit(is_clean=is_clean)
+    assert want in said and bool(want) == bool(said)
+
+
+def _program_in(folder: Path, name: str, says: str) -> None:
+    (folder / name).write_text(f"#!/bin/sh\necho {says}\n")
+    (folder / name).chmod(0o755)
+
+
+def test_a_given_cluster_is_reached_with_the_programs_of_its_user(monkeypatch, tmp_path):
+    for name in ("kubectl", "helm"):
+        _program_in(tmp_path, name, f"my-{name}")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    given = Ground(tmp_path / "kubeconfig", parse_images(REFERENCES), is_given=True)
+    assert (given.kubectl("get", "pods"), given.helm("list")) == ("my-kubectl\n", "my-helm\n")
+    assert given.follow("logs")[0] == str(tmp_path / "kubectl")
+
+
+class Nodes(Ground):
+    """A given cluster without the claim, on these nodes; what is applied is kept."""
+
+    def __init__(self, boot_ids: list[str], applied: list[dict]) -> None:
+        super().__init__(Path("k"), parse_images(REFERENCES), is_given=True)
+        object.__setattr__(self, "nodes", [{"status": {"nodeInfo": {"bootID": boot_id}}} for boot_id in boot_ids])
+        object.__setattr__(self, "applied", applied)
+
+    def kubectl(self, *words: str, stdin: str | None = None, deadline_s: float = 1.0) -> str:
+        if words[0] == "apply":
+            self.applied.extend(json.loads(stdin)["items"])
+        return json.dumps({"items": self.nodes}) if words[:2] == ("get", "nodes") else ""
+
+
+def test_files_of_this_machine_are_mounted_only_on_nodes_that_are_this_machine(monkeypatch, tmp_path):
+    monkeypatch.setenv("TKCC_CACHE", str(tmp_path / "cache"))
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    here, applied = BOOT_ID.read_text().strip(), []
+    with pytest.raises(ClusterError, match=r"create claim smollm2 in namespace default first"):
+        provide_weights(Nodes([here, "another"], applied), Subject.read(), model)
+    assert applied == []
+    provide_weights(Nodes([here], applied), Subject.read(), model)
+    [volume, claim] = applied
+    assert claim["metadata"]["name"] == "smollm2"
+    assert (Path(volume["spec"]["hostPath"]["path"]) / "smollm2-135m-instruct" / "config.json").is_file()
 
 
 class Shell(Ground):

@@ -24,7 +24,9 @@ PACKAGES = {
     "mmdebstrap": "makes the base image",
     "buildah": "builds images",
     "skopeo": "copies images out of buildah's store",
-    "gcc": "builds the pause program",
+    "gcc": "builds the pause program, and forward passes in C where a tier runs beside the cluster",
+    "g++": "builds what Inductor writes there",
+    "libpython3-dev": "the headers which that includes",
     "libc6-dev": "builds the pause program",
     "ca-certificates": "fetches packages into images",
 }

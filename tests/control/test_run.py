@@ -92,8 +92,9 @@ def test_how_it_ends(case, fields, want):
     if want[0] == "Unknown":
         assert actions == (EnsureRunWorkers(),) and status.finished_at is None
     else:
-        assert actions[0] == EnsureRunTornDown() and status.finished_at is not None
-        assert [a for a in actions if isinstance(a, EmitEvent)], "an end is told"
+        [told] = actions
+        assert isinstance(told, EmitEvent) and status.finished_at is not None
+        assert reconcile_run(SPEC, status, seen(**fields)) == ((EnsureRunTornDown(),), status)
 
 
 def test_what_was_found_is_shown():
@@ -104,6 +105,19 @@ def test_what_was_found_is_shown():
 def test_a_refused_artifact_is_not_shown():
     _, status = reconcile_run(SPEC, RunStatus(), seen(result=result(), source_digest="e" * 64))
     assert status.artifact == ""
+
+
+@pytest.mark.parametrize(
+    "evidence",
+    [{"job_failed": "OOMKilled"}, {"tiers": fast_tier(True, MAX_TIER_RESTARTS, "OOMKilled")}],
+    ids=["the Job failed", "a tier keeps dying"],
+)
+def test_a_kill_before_the_verdict_is_written_loses_no_evidence(evidence):
+    """Whatever a turn did whose status was lost, the next one sees what that one saw, and says the same."""
+    actions, first = reconcile_run(SPEC, RunStatus(), seen(3, **evidence))
+    assert EnsureRunTornDown() not in actions and EnsureRunWorkers() not in actions
+    _, again = reconcile_run(SPEC, RunStatus(), seen(4, **evidence))
+    assert succeeded(again) == succeeded(first) != RUNNING
 
 
 def test_once_ended_it_stays_ended_and_only_clears_up():

@@ -111,7 +111,8 @@ def _ended(status: RunStatus, seen: RunObserved, end: _End) -> tuple[tuple[RunAc
         artifact = seen.result.artifact if won else ""
         new = replace(new, candidates=seen.result.candidates, artifact=artifact, gain_milli=gain)
     kind = EventType.NORMAL if won or end.outcome is RunOutcome.NO_IMPROVEMENT else EventType.WARNING
-    return (EnsureRunTornDown(), EmitEvent(kind, end.outcome.value, end.message)), new
+    # What is torn down is the evidence: it goes once the verdict is written down, not before.
+    return (EmitEvent(kind, end.outcome.value, end.message),), new
 
 
 def _under_way(spec: RunSpec, status: RunStatus, seen: RunObserved) -> Condition:

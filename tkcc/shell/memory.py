@@ -21,7 +21,7 @@ from tkcc.shell.samples import Samples
 from tkcc.shell.scrape import Reading
 from tkcc.shell.seen import ResultSeen
 
-MAX_REQUESTS = 20_000
+MAX_REQUESTS = 20_000  # of all pods
 REQUESTS_KEPT = timedelta(minutes=15)  # outside a rollout
 CHECKPOINT_EVERY = timedelta(seconds=10)
 
@@ -52,8 +52,19 @@ class Memory:
         if status.rollout and status.rollout.measured_since:
             since = min(since, status.rollout.measured_since)
         found = (*self.requests, *(request for reading in readings for request in reading.requests))
-        self.requests = tuple(request for request in found if request.started_at >= since)[-MAX_REQUESTS:]
+        self.requests = newest_of_each(request for request in found if request.started_at >= since)
         self.scrape_errors = tuple(reading.error for reading in readings if reading.error)
 
     def is_checkpoint_due(self, now: datetime) -> bool:
         return bool(self.samples) and (self.checkpoint_at is None or now - self.checkpoint_at >= CHECKPOINT_EVERY)
+
+
+def newest_of_each(requests: Iterable[RequestSample], most: int = MAX_REQUESTS) -> tuple[RequestSample, ...]:
+    """The newest requests, as many of each pod: the verdict on a canary compares what is left of both sides, so neither
+    the order in which pods are read nor a pod's loquacity may decide whose requests are forgotten."""
+    by_pod: dict[str, list[RequestSample]] = {}
+    for request in requests:
+        by_pod.setdefault(request.pod, []).append(request)
+    share = max(1, most // max(1, len(by_pod)))
+    newest = (sorted(all_of, key=lambda request: request.started_at)[-share:] for all_of in by_pod.values())
+    return tuple(request for kept in newest for request in kept)

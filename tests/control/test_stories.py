@@ -187,6 +187,19 @@ def test_a_dtype_that_the_artifact_in_service_is_not_made_for_is_refused_and_ser
     assert s.condition("Ready").status == "True" and s.world.stable.template == before
 
 
+def test_traffic_leaves_a_canary_whose_spec_cannot_be_rendered_any_more(story, names):
+    fast, other = names
+    s = story().promoted(fast)
+    s.add_artifact(other)
+    s.change({"rollout": {"artifact": other}})
+    s.run(10, lambda s: s.world.weight_pct == 25)
+    s.change({"engine": {"dtype": "bfloat16"}})
+    s.run(5)
+    assert (s.status.phase, s.world.weight_pct) == (Phase.ROLLING_BACK, 0)
+    s.change({"engine": {"dtype": "float32"}})
+    s.run(30, lambda s: s.status.stable.artifact == other)
+
+
 @pytest.mark.parametrize("limit", [0, 1, 3])
 def test_so_many_failed_measurements_are_forgiven_and_no_more(story, names, limit):
     patch = {"rollout": {"artifact": names[0], "analysis": {"failureLimit": limit}}}

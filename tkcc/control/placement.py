@@ -17,7 +17,8 @@ from tkcc.control.turn import Turn, is_rolled_out, live_pods
 def place(turn: Turn, before: Phase, status: Status) -> tuple[Action, ...]:
     """`before` is the phase that the turn began with."""
     if not turn.acceptance.may_serve:
-        return ()
+        # Nothing can be rendered, but traffic can leave a canary whose rollout has ended.
+        return () if status.phase is Phase.PROMOTING else _traffic_away(turn)
     rollout = status.rollout
     match status.phase:
         case Phase.SERVING | Phase.RECOMPILING:
@@ -39,13 +40,14 @@ def place(turn: Turn, before: Phase, status: Status) -> tuple[Action, ...]:
 def _only_stable(turn: Turn, status: Status, *, keep_pods: bool = False) -> tuple[Action, ...]:
     """Traffic leaves the canary first; then stable comes to full strength, then the canary's pods go."""
     canary = turn.seen.canary
-    away: tuple[Action, ...] = ()
     gone: tuple[Action, ...] = ()
-    if canary is not None and any(pod.in_service for pod in live_pods(canary)):
-        away = (EnsureWeight(0, ()),)
     if canary is not None and canary.replicas > 0 and not keep_pods:
         gone = (EnsureCanary(canary.artifact, 0),)
-    return (*away, EnsureService(), EnsureStable(status.stable.artifact, turn.spec.replicas), *gone)
+    return (*_traffic_away(turn), EnsureService(), EnsureStable(status.stable.artifact, turn.spec.replicas), *gone)
+
+
+def _traffic_away(turn: Turn) -> tuple[Action, ...]:
+    return (EnsureWeight(0, ()),) if any(pod.in_service for pod in live_pods(turn.seen.canary)) else ()
 
 
 def _warming(turn: Turn, status: Status, rollout: RolloutStatus) -> tuple[Action, ...]:

@@ -168,6 +168,24 @@ async def test_what_a_pod_cannot_mean_is_an_error(pod, scraper, case, lies, is_b
     assert [bool(reading.sample) for reading in readings] == [is_believed, True], case
 
 
+@pytest.mark.parametrize(
+    "case, first, then",
+    [
+        ("a page", metrics("7x"), metrics("8 y z")),
+        ("bytes", metrics("\xff"), {"/metrics": "\n\n\xfe\x00"}),
+        ("JSON", {"/tkcc/info": "hello"}, {"/tkcc/info": '{"artifactDigest": '}),
+        ("a field", finished(promptTokens=-1), finished(seq=-2, ttftS=-1.0)),
+        ("counts", metrics("-1"), metrics("-2")),
+    ],
+)
+async def test_nonsense_that_changes_is_told_in_words_that_do_not(pod, scraper, case, first, then):
+    liar, told = await pod(), []
+    for liar.lies in (first, then):
+        [reading] = await scraper.read([at(liar)], "native", {}, NOW)
+        told.append(reading.error)
+    assert told[0] and told[0] == told[1], case
+
+
 async def test_a_time_too_short_to_be_one_is_none(pod, scraper):
     liar = await pod(lies=finished(ttftS=5e-324))
     [reading] = await scraper.read([at(liar)], "native", {}, NOW)

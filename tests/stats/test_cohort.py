@@ -110,12 +110,16 @@ def test_fisher_is_a_probability_and_falls_with_each_more_failure(fa, ok_a, fb, 
     [
         ("Fisher's tea: four of four", (4, 4, 0, 4), 1 / 70),
         ("Fisher's tea: three of four", (3, 4, 1, 4), 17 / 70),
+        ("a thousand a side", (510, 1000, 490, 1000), 0.197747100955065),
+        ("ten thousand a side, half of them failed", (5100, 10000, 4900, 10000), 0.0024436763394863),
+        ("a chance that no float can tell from none", (20_000, 20_000, 0, 20_000), 0.0),
+        ("fewer than the others, of many", (0, 10_000, 5000, 10_000), 1.0),
         ("nobody failed", (0, 50, 0, 50), 1.0),
         ("nothing was sent", (0, 0, 0, 0), 1.0),
     ],
 )
 def test_fisher_table(case, counts, p):
-    assert p_more_failures(*counts) == pytest.approx(p), case
+    assert p_more_failures(*counts) == pytest.approx(p, rel=1e-8), case
 
 
 def test_counts_that_cannot_be_are_refused():

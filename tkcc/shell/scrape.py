@@ -5,6 +5,7 @@ Nothing here fails as a whole: a pod that does not answer, or answers nonsense, 
 
 import asyncio
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -20,6 +21,8 @@ from tkcc.shell.render.names import ADMIN_PORT
 from tkcc.shell.settings import Scrape
 from tkcc.traffic.exposition import parse
 from tkcc.traffic.metrics_map import ENGINES, Signal
+
+log = logging.getLogger(__name__)
 
 MAX_REFUSAL_BYTES = 4096
 MAX_ANSWER_BYTES = 32_000_000
@@ -102,13 +105,14 @@ class Scraper:
                 info = from_json(Info, (await self._get(pod, "/tkcc/info", MAX_ANSWER_BYTES)).body)
                 since = cursors.get(series_of(pod.pod, info), 0)
                 page = await self._get(pod, ENGINES[engine].path, MAX_PAGE_BYTES)
-                counts = _counts(parse(page.body.decode(), engine))
+                counts = _counts(parse(page.body.decode(errors="replace"), engine))
                 ring = await self._get(pod, f"/tkcc/requests?since={since}", MAX_ANSWER_BYTES)
                 finished = from_json(FinishedRequests, ring.body)
         except LoadingError as err:
             return Reading(pod.pod, error=f"{pod.pod}: the model is loading", load_error=str(err))
         except (httpx.HTTPError, TimeoutError, ValueError) as err:
-            return Reading(pod.pod, error=f"{pod.pod}: {type(err).__name__}: {str(err)[:200]}")
+            log.debug("%s: %s", pod.pod, err)
+            return Reading(pod.pod, error=f"{pod.pod}: {_in_short(err)}")
         return Reading(
             pod=pod.pod,
             info=info,
@@ -153,6 +157,15 @@ async def bounded(response: httpx.Response, max_bytes: int) -> bytes:
         if len(body) > max_bytes:
             raise ValueError(f"{response.url.path} answered more than {max_bytes} bytes")
     return bytes(body)
+
+
+def _in_short(err: Exception) -> str:
+    """What is wrong, in words that stay the same while it is, so without any of the pod's: they get into a status, and
+    one that changes has the next turn begin at once."""
+    name = type(err).__name__
+    if isinstance(err, httpx.HTTPStatusError):
+        return f"{err.request.url.path} answers {err.response.status_code}"
+    return f"{name}: {str(err).partition(': ')[0][:200]}" if isinstance(err, ValueError) else name
 
 
 def _load_error(body: bytes) -> str:

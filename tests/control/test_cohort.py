@@ -54,6 +54,7 @@ PROBED = ProbeSeen("c1", START, "p1", tokens_match=True)
         ("runs something else", {"artifact_digest": "b" * 64}, [PROBED], False, False, False),
         ("is of an older template", {"template_artifact": "b" * 64}, [PROBED], False, False, False),
         ("goes", {"is_terminating": True}, [PROBED], False, False, False),
+        ("was evicted", {"has_ended": True, "is_ready": False, "artifact_digest": ""}, [], False, False, False),
     ],
 )
 def test_where_a_canary_pod_counts(case, fields, probes, loaded, warm, canary):

@@ -38,6 +38,7 @@ class PodSeen:
     last_words: str = ""  # of a container that ended
     unschedulable: str = ""  # message of PodScheduled=False
     is_terminating: bool = False
+    has_ended: bool = False  # phase Failed or Succeeded: evicted or rejected, and replaced by its Deployment
 
 
 @dataclass(frozen=True)

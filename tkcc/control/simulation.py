@@ -91,6 +91,7 @@ class Pod:
     made_at: datetime
     in_service: bool
     is_ready: bool = False
+    has_ended: bool = False
     restarts: int = 0
     started: int = 0
     finished: int = 0
@@ -161,6 +162,10 @@ class World:
     def add_artifact(self, digest: str, gain_milli: int = 200, *, is_owned: bool = False) -> None:
         self.artifacts.setdefault(digest, ArtifactSeen(digest, self._manifest(digest, gain_milli), is_owned, self.now))
 
+    def evict(self, pod: Pod) -> None:
+        """It ends and stays where it can be seen; its Deployment makes another."""
+        pod.has_ended, pod.is_ready = True, False
+
     # --- time --------------------------------------------------------------------------------------------------------
 
     def advance(self, dt: timedelta) -> None:
@@ -181,7 +186,7 @@ class World:
     def _start_pods(self, deployment: Workloads) -> None:
         for pod in deployment.pods:
             behaviour = self.behaviours.get(pod.artifact, Behaviour())
-            if pod.is_ready or self.now < pod.made_at + self.start_time:
+            if pod.is_ready or pod.has_ended or self.now < pod.made_at + self.start_time:
                 continue
             if behaviour.crashes:
                 pod.restarts += 1
@@ -190,7 +195,8 @@ class World:
 
     def _settle(self, deployment: Workloads) -> None:
         """A rolling update that never takes a ready pod away before another stands in for it."""
-        fresh = [p for p in deployment.pods if p.template == deployment.template]
+        live = [p for p in deployment.pods if not p.has_ended]
+        fresh = [p for p in live if p.template == deployment.template]
         while len(fresh) < deployment.replicas:
             self._made += 1
             pod = Pod(
@@ -205,7 +211,7 @@ class World:
         for pod in sorted(fresh, key=lambda p: (p.is_ready, p.in_service))[: len(fresh) - deployment.replicas]:
             deployment.pods.remove(pod)
         ready = sum(p.is_ready for p in deployment.pods if p.template == deployment.template)
-        stale = [p for p in deployment.pods if p.template != deployment.template]
+        stale = [p for p in live if p.template != deployment.template]
         for pod in stale[max(0, deployment.replicas - ready) :]:
             deployment.pods.remove(pod)
 
@@ -313,7 +319,7 @@ class World:
             artifact=deployment.artifact,
             replicas=deployment.replicas,
             ready_replicas=sum(p.is_ready for p in deployment.pods),
-            updated_replicas=sum(p.template == deployment.template for p in deployment.pods),
+            updated_replicas=sum(p.template == deployment.template and not p.has_ended for p in deployment.pods),
             is_current=True,
             pods=tuple(self._pod_seen(pod) for pod in deployment.pods),
         )
@@ -332,6 +338,7 @@ class World:
             requests_started=pod.started if pod.is_ready and not self.metrics_down else None,
             restarts=pod.restarts,
             waiting_reason="CrashLoopBackOff" if pod.restarts else "",
+            has_ended=pod.has_ended,
         )
 
     @property

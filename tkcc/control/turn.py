@@ -39,7 +39,8 @@ def serves(pod: PodSeen, artifact: str) -> bool:
 
 
 def live_pods(serving: ServingSeen | None) -> tuple[PodSeen, ...]:
-    return tuple(pod for pod in serving.pods if not pod.is_terminating) if serving else ()
+    """Those that its Deployment counts."""
+    return tuple(pod for pod in serving.pods if not (pod.is_terminating or pod.has_ended)) if serving else ()
 
 
 def in_service(serving: ServingSeen | None) -> tuple[PodSeen, ...]:

@@ -63,7 +63,7 @@ def start_tiny_tier(scratch: Path) -> Iterator[TinyTier]:
     command = [sys.executable, "-m", "tkcc", "tier", "--model", str(model_dir), "--tier", "fast"]
     with tiers({"fast": [*command, "--build-s", str(BUILD_S)]}, scratch) as addresses:
         address = addresses["fast"]
-        tier = Tier("fast", address.url, address.token, Setup(workload(), recording(), None), address.is_alive)
+        tier = Tier("fast", address.url, address.token, Setup(workload(), recording(), None), address.last_words)
         try:
             tier.prepare()
             yield TinyTier(tier, model_dir, _norm_sum(model_dir))

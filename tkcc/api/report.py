@@ -94,5 +94,5 @@ class Report:
     noise_floor: float = 0.0  # smallest log-gain that this tier can tell from its A/A noise
     ticket_id: str = ""
     reload_s: float = 0.0  # candidate source received -> first verified token
-    phases_s: dict[str, float] | None = None  # of the reload: build, fork, attach, prepare, verify
+    phases_s: dict[str, float] | None = None  # of the reload: build, fork, load, prepare, verify
     environment: dict[str, str] | None = None

@@ -71,6 +71,14 @@ def run(args: argparse.Namespace) -> int:
         return asyncio.run(_serve(config, args.host, args.port))
 
 
+async def _either(*events: asyncio.Event) -> None:
+    """Wait until one of them is set."""
+    waits = [asyncio.create_task(event.wait()) for event in events]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
+
+
 def _read_token(path: Path) -> str:
     try:
         token = path.read_text().strip()
@@ -102,7 +110,9 @@ async def _serve(config: object, host: str, port: int) -> int:
         await site.start()
         address = runner.addresses[0]
         print(f"tkcc tier {config.tier}: http://{address[0]}:{address[1]}", flush=True)
-        await stop.wait()
+        await _either(stop, supervisor.broken)
+        if not stop.is_set():
+            raise TierError(supervisor.failure)
         return 0
     except TierError as err:
         raise CommandError(str(err)) from err

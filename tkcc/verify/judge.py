@@ -254,25 +254,25 @@ class Judge:
         alarm = above_roofline(contest.trial, self.device, timing)
         if alarm:
             return replace(report, outcome=Outcome.QUARANTINED, reason=alarm)
-        percent = [100 * math.expm1(x) for x in (report.log_gain, report.log_gain_low, report.log_gain_high)]
-        reason = "{:+.1f} % [{:+.1f}, {:+.1f}] in {} pairs".format(*percent, report.pairs)
+        low, mid, high = (_saved(x) for x in (report.log_gain_low, report.log_gain, report.log_gain_high))
+        reason = f"{mid} of the time saved [{low}, {high}] in {report.pairs} pairs"
         return replace(report, outcome=Outcome.ACCEPTED if report.log_gain_low > 0 else Outcome.FUTILE, reason=reason)
 
     def _verdict(self, report: Report, contest: Contest, decision: str, timing: Timing, ticket: AlphaTicket) -> Report:
-        gain = f"{100 * math.expm1(report.log_gain):+.1f} %"
+        gain = f"{_saved(report.log_gain)} of the time saved"
         alarm = above_roofline(contest.trial, self.device, timing)
         if alarm:
             return replace(report, outcome=Outcome.QUARANTINED, reason=alarm)
         if decision == "regressed":
             cell, at_most = timing.surest_regress()
             name = f"{cell.cell.cell.phase} batch {cell.cell.cell.batch} context {cell.cell.cell.context_tokens}"
-            reason = f"{gain} overall, but {name} is {100 * math.expm1(at_most):.1f} % at best; -1 % is allowed"
+            reason = f"{gain} overall, but for {name} {_saved(at_most)} at best; -1 % is allowed"
             return replace(report, outcome=Outcome.REGRESSED, reason=reason)
         if decision == "futile":
             reason = f"{gain} in {report.pairs} pairs, e-value {report.e_value:.3g} < {1 / ticket.alpha:.3g}"
             return replace(report, outcome=Outcome.FUTILE, reason=reason)
         if not report.log_gain > contest.noise_floor:
-            reason = f"{gain} is within this tier's noise floor of {100 * math.expm1(contest.noise_floor):.1f} %"
+            reason = f"{gain} is within this tier's noise floor of {_saved(contest.noise_floor)}"
             return replace(report, outcome=Outcome.FUTILE, reason=reason)
         return replace(report, outcome=Outcome.ACCEPTED, reason=f"{gain} in {report.pairs} pairs")
 
@@ -311,6 +311,10 @@ class Judge:
 
     def _progress(self, pairs: int, state: str = "SPEED") -> None:
         self.link.send("progress", state=state, pairs=pairs)
+
+
+def _saved(log_gain: float) -> str:
+    return f"{-100 * math.expm1(-log_gain):+.1f} %"
 
 
 def _yield_to_all() -> None:

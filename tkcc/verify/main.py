@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from tkcc import stats
 from tkcc.api.codec import from_dict, to_dict
 from tkcc.api.report import AlphaTicket
 from tkcc.api.workload import Recording
@@ -28,10 +29,11 @@ POLL_S = 0.2  # between looks at that work
 
 
 def source_hash() -> str:
-    """SHA-256 over the judge's own source files: which rules a verdict was made by."""
+    """SHA-256 over the source of the judge and of its statistics: which rules a verdict was made by."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    for package in (Path(__file__).parent, Path(stats.__file__).parent):
+        for path in sorted(package.glob("*.py")):
+            digest.update(f"{package.name}/{path.name}".encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 
 

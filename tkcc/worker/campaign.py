@@ -242,11 +242,11 @@ class Campaign:
             return RunOutcome.NO_IMPROVEMENT, f"no screened candidate was confirmed; the last: {reason}"
         if waiting:
             text = f"the budget ended before any of {len(waiting)} screened candidates could be confirmed; the best"
-            return RunOutcome.BUDGET_EXHAUSTED, f"{text} measured {100 * math.expm1(best):+.1f} %"
+            return RunOutcome.BUDGET_EXHAUSTED, f"{text} saved {-100 * math.expm1(-best):+.1f} % of the time"
         return (
             RunOutcome.NO_IMPROVEMENT,
-            f"none of {len(evaluated)} judged candidates beat the incumbent; the best measured"
-            f" {100 * math.expm1(best):+.1f} %",
+            f"none of {len(evaluated)} judged candidates beat the incumbent; the best saved"
+            f" {-100 * math.expm1(-best):+.1f} % of the time",
         )
 
 

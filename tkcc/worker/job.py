@@ -45,7 +45,7 @@ class Work:
 class TierAddress:
     url: str
     token: str
-    is_alive: Callable[[], bool] = lambda: True
+    last_words: Callable[[], str] = str  # of a tier that ended; "" while it lives, or where that cannot be seen
 
 
 def run(
@@ -60,7 +60,7 @@ def run(
     began_s = time.time()  # the budget counts from here: tiers take their time to calibrate
     setup = Setup(work.workload, work.recording, work.incumbent)
     slow, fast = (
-        Tier(name, addresses[name].url, addresses[name].token, setup, addresses[name].is_alive)
+        Tier(name, addresses[name].url, addresses[name].token, setup, addresses[name].last_words)
         for name in ("slow", "fast")
     )
     try:

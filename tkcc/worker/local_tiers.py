@@ -58,17 +58,20 @@ class _Child:
             with contextlib.suppress(queue.Empty):
                 line = self.lines.get(timeout=1.0)
                 if ": http://" in line:
-                    return TierAddress("http://" + line.strip().rpartition(": http://")[2], token, self.is_alive)
+                    return TierAddress("http://" + line.strip().rpartition(": http://")[2], token, self.last_words)
             if not self.is_alive():
-                raise TierGoneError(self.last_words())
+                raise TierGoneError(f"the {self.name} tier did not start: {self.last_words()}")
         raise TierGoneError(f"the {self.name} tier did not start within {START_S:.0f} s")
 
     def is_alive(self) -> bool:
         return self.process.poll() is None
 
     def last_words(self) -> str:
+        """What it said last, once it has ended."""
+        if self.is_alive():
+            return ""
         errors = [line.removeprefix("tkcc: ") for line in self.errors if line]
-        return errors[-1] if errors else f"the {self.name} tier ended with exit code {self.process.returncode}"
+        return errors[-1] if errors else f"exit code {self.process.returncode}"
 
     def stop(self) -> None:
         """SIGTERM, then SIGKILL; what it started dies with it."""

@@ -31,11 +31,6 @@ class Table:
                 self._printed.add(key)
                 print(f"[{self._elapsed()}] {_row(current, key[1])}", file=self._out, flush=True)
 
-    def say(self, text: str) -> None:
-        """A line of its own, above the table."""
-        self._clear()
-        print(f"[{self._elapsed()}] {text}", file=self._out, flush=True)
-
     def _elapsed(self) -> str:
         minutes, seconds = divmod(int(time.time() - self._started_at_s), 60)
         return f"{minutes:02d}:{seconds:02d}"

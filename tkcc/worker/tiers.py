@@ -50,12 +50,12 @@ class Setup:
 class Tier:
     """One tier engine. Every call has a deadline; a restart in between is survived MAX_SETUPS times."""
 
-    def __init__(self, name: str, url: str, token: str, setup: Setup, is_alive: Callable[[], bool] = lambda: True):
+    def __init__(self, name: str, url: str, token: str, setup: Setup, last_words: Callable[[], str] = str):
         self.name, self.setup = name, setup
         self._client = httpx.Client(
             base_url=url, headers={"Authorization": f"Bearer {token}"}, timeout=CALL_S, trust_env=False
         )
-        self._is_alive = is_alive
+        self._last_words = last_words  # "" while it lives, or where that cannot be seen
         self._setups = 0
         self.info: dict[str, Any] = {}
 
@@ -113,8 +113,7 @@ class Tier:
         deadline = time.monotonic() + timeout_s
         reason = "it does not answer"
         while time.monotonic() < deadline:
-            if not self._is_alive():
-                raise TierGoneError(f"the {self.name} tier ended")
+            self._refuse_dead()
             try:
                 state = self._client.get("/healthz", timeout=10.0).json()
                 if state["state"] in wanted:
@@ -151,6 +150,12 @@ class Tier:
             try:
                 return self._client.request(method, path, json=body)
             except httpx.HTTPError as err:
-                if not self._is_alive() or time.monotonic() > deadline:
+                self._refuse_dead()
+                if time.monotonic() > deadline:
                     raise TierGoneError(f"the {self.name} tier is gone: {type(err).__name__}") from err
                 time.sleep(POLL_S)
+
+    def _refuse_dead(self) -> None:
+        last_words = self._last_words()
+        if last_words:
+            raise TierGoneError(f"the {self.name} tier ended: {last_words}")

@@ -102,12 +102,12 @@ class Forkserver:
         finally:
             self._waiting.pop(fork_id, None)
 
-    async def start_trusted(self, entry: str, **arguments: Any) -> tuple[Forked, socket.socket]:
+    async def start_trusted(self, name: str, entry: str, **arguments: Any) -> tuple[Forked, socket.socket]:
         """A process that runs the function `module:name` with its end of a channel and these arguments; returns it and
         our end. Raises ForkError."""
         ours, theirs = channel.pair()
         try:
-            body = {"op": "trusted", "entry": entry, "arguments": arguments}
+            body = {"op": "trusted", "name": name, "entry": entry, "arguments": arguments}
             return await self.fork(body, [theirs.fileno()]), ours
         except BaseException:
             ours.close()

@@ -96,9 +96,11 @@ def _fork(message: Message, sock: socket.socket) -> int:
         os.setsid()  # its own process group: killed as one
         sandbox.die_with_parent()
         if message.op == "trusted":
-            name = message.body["entry"]
+            name = message.body["name"]
+            sandbox.set_name(f"tkcc-{name}")
             code = _trusted(message.body, message.fds)
         else:
+            sandbox.set_name("tkcc-runner")
             _candidate(message.body, message.fds)
     except BaseException as err:
         os.write(2, f"{name}: {type(err).__name__}: {err}\n".encode())

@@ -240,10 +240,6 @@ class Pool:
         if runner.logged_bytes > self._config.limits.log_bytes and not runner.killed_for:
             self._kill(runner, f"killed: wrote more than {self._config.limits.log_bytes >> 20} MiB to its output")
 
-    def kill(self, runner: Runner, reason: str) -> None:
-        """End it now; its driver sees the socket close."""
-        self._kill(runner, reason)
-
     def _kill(self, runner: Runner, reason: str) -> None:
         """The whole process group by pid; the leader by pidfd, which cannot hit anyone else."""
         if reason and not runner.process.exited.is_set() and not runner.killed_for:

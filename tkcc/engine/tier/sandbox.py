@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tkcc.engine.tier import landlock, seccomp
 
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS, _PR_CAPBSET_DROP = 1, 4, 38, 24
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NAME, _PR_SET_NO_NEW_PRIVS, _PR_CAPBSET_DROP = 1, 4, 15, 38, 24
 _SIGKILL = 9
 
 _SYSTEM_FILES = (
@@ -69,6 +69,11 @@ def python_files() -> tuple[str, ...]:
 
 def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0)
+
+
+def set_name(name: str) -> None:
+    """As `ps` and the kernel's log show this process, at most 15 characters."""
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
 def hide_memory() -> None:

@@ -45,6 +45,7 @@ class Supervisor:
         self.num_steps = 0
         self.state = "STARTING"  # WAITING for a workload, CALIBRATING, READY, FAILED
         self.failure = ""
+        self.broken = asyncio.Event()  # FAILED for good: only another process can help
         self._incumbent: Build | None = None
         self._wanted: Candidate  # what is to be the incumbent, built or not yet
         self._workload: dict[str, Any] | None = None
@@ -87,6 +88,7 @@ class Supervisor:
     async def _start_holder(self) -> None:
         config = self.config
         self._holder, self._holder_sock = await self.forks.start_trusted(
+            "holder",
             "tkcc.engine.tier.holder:main",
             model_dir=str(config.model_dir),
             num_layers=config.num_layers,
@@ -112,7 +114,7 @@ class Supervisor:
     async def _start_judge(self) -> None:
         self._judge_starts += 1
         self._judge_said_hello.clear()
-        self._judge, sock = await self.forks.start_trusted(self.config.judge_entry)
+        self._judge, sock = await self.forks.start_trusted("judge", self.config.judge_entry)
         self._link = Link(sock, self._on_judge, self._on_judge_gone)
         body = {
             "op": "start",
@@ -241,6 +243,8 @@ class Supervisor:
 
     def judge(self, digest: str, ticket: AlphaTicket, stage: Stage) -> Judgement:
         """Queue a judgement. Raises TierError."""
+        if self.state == "FAILED":
+            raise TierError(self.failure, 503)
         build = self.builds.get(digest)
         if build is None:
             raise TierError(f"no candidate {digest[:16]} here: POST /v1/candidates first", 404)
@@ -271,9 +275,10 @@ class Supervisor:
 
     async def _work(self) -> None:
         while True:
-            judgement = await self._queue.get()
+            judgement = self._current = await self._queue.get()
             await self._idle.wait()
-            self._current = judgement
+            if judgement.report is not None:  # it was ended meanwhile, with the judge
+                continue
             judgement.state = "CORRECTNESS"
             try:
                 self._link.send(await self._order(judgement))
@@ -324,16 +329,29 @@ class Supervisor:
     async def _restart_judge(self) -> None:
         await self._judge.stop()
         if self._judge_starts >= MAX_JUDGE_STARTS:
-            self.state, self.failure = "FAILED", f"the judge ended {self._judge_starts} times"
+            self._break(f"the judge ended {self._judge_starts} times")
             return
         try:
             await self._start_judge()
         except (TierError, ForkError) as err:
-            self.state, self.failure = "FAILED", str(err)
+            self._break(str(err))
             return
         if self._workload is not None:
             self.state = "CALIBRATING"
             self._link.send({"op": "workload", **self._workload})
+
+    def _break(self, failure: str) -> None:
+        """For good: who runs this process must know."""
+        self._fail(failure)
+        self.broken.set()
+
+    def _fail(self, failure: str) -> None:
+        """Nothing can be judged: nobody waits for it in vain."""
+        self.state, self.failure = "FAILED", failure
+        self._end_current(Outcome.EXPIRED, failure)
+        while not self._queue.empty():
+            self._current = self._queue.get_nowait()
+            self._end_current(Outcome.EXPIRED, failure)
 
     def _on_judge(self, message: Message) -> None:
         body = message.body
@@ -350,7 +368,7 @@ class Supervisor:
                 say(f"tier {self.config.tier}: calibrated, noise floor {100 * body['noise_floor']:.1f} %")
                 self._idle.set()
             case "failed":
-                self.state, self.failure = "FAILED", body["reason"]
+                self._fail(body["reason"])
                 if self._workload_known is not None and not self._workload_known.done():
                     self._workload_known.set_exception(TierError(body["reason"], 422))
             case "progress":
@@ -389,7 +407,7 @@ class Supervisor:
         wanted = self._wanted
         build = await self.submit(wanted)
         if build.state != "BUILT":
-            self.state, self.failure = "FAILED", _unbuilt(build)
+            self._fail(_unbuilt(build))
             if self._workload_known is not None and not self._workload_known.done():
                 self._workload_known.set_exception(TierError(self.failure, 422))
             return

@@ -2,9 +2,11 @@
 
 from datetime import timedelta
 
+import pytest
+
 from tkcc.api.fields import BASELINE
 from tkcc.api.status import Phase
-from tkcc.control.simulation import RunScript
+from tkcc.control.simulation import Behaviour, RunScript
 
 MINUTE = timedelta(minutes=1)
 
@@ -37,3 +39,35 @@ def test_evicted_stable_pods_are_not_waited_for(story, names):
     s.world.evict(s.world.stable.pods[0])
     s.run(5, lambda s: s.status.stable.artifact == names[0] and s.status.phase is Phase.SERVING)
     assert s.status.previous.artifact == BASELINE
+
+
+@pytest.mark.parametrize("lost", [1, 4], ids=["one pod", "all pods"])
+@pytest.mark.parametrize("back", ["baseline", "previous"])
+def test_the_way_back_is_open_while_stable_is_broken(story, names, back, lost):
+    """It cannot be whole any more, and nothing is left to compare a canary with."""
+    fast, other = names
+    s = story(behaviours={fast: Behaviour(0.7), other: Behaviour(0.6)}).promoted(fast)
+    if back == "previous":
+        s.add_artifact(other)
+        s.change({"rollout": {"artifact": other}})
+        s.run(30, lambda s: s.status.stable.artifact == other)
+    broken, wanted = s.status.stable.artifact, {"baseline": BASELINE, "previous": s.status.previous.artifact}[back]
+    s.world.behaviours[broken] = Behaviour(starts=False)
+    for pod in s.world.stable.pods[:lost]:
+        s.world.evict(pod)
+    s.run(1)
+    canaries = s.reasons().count("CanaryStarted")
+    s.change({"rollout": {"artifact": wanted}})
+    s.run(5, lambda s: s.status.stable.artifact == wanted and s.status.phase is Phase.SERVING)
+    assert s.reasons().count("CanaryStarted") == canaries and "RollbackStarted" in s.reasons()
+    assert s.condition("Ready").status == "True" and s.condition("RolloutHealthy").status == "Unknown"
+
+
+def test_what_never_served_waits_for_a_whole_stable(story, names):
+    s = story().promoted(names[0])
+    s.add_artifact(names[1])
+    s.world.behaviours[names[0]] = Behaviour(starts=False)
+    s.world.evict(s.world.stable.pods[0])
+    s.change({"rollout": {"artifact": names[1]}})
+    s.run(10)
+    assert s.condition("CandidateAvailable").reason == "ReplicasNotReady" and s.status.stable.artifact == names[0]

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from tkcc.api.fields import BASELINE
 from tkcc.api.spec import Approval, Mode
 from tkcc.api.status import Plan, Revision, Source, Status
 from tkcc.control import rollout, search
@@ -9,7 +10,7 @@ from tkcc.control.acceptance import wants_adoption
 from tkcc.control.actions import Action, EmitEvent, EventType
 from tkcc.control.history import with_plan
 from tkcc.control.steps import steps_of
-from tkcc.control.turn import Turn, incompatibility, is_rolled_back, is_whole, revision_of
+from tkcc.control.turn import Turn, incompatibility, is_rolled_back, is_whole, live_pods, revision_of
 
 Turned = tuple[Status, tuple[Action, ...]]
 
@@ -39,6 +40,8 @@ def send(turn: Turn, status: Status, candidate: Revision) -> Turned:
         return _set_aside(turn, status, candidate)
     if reason_to_wait(turn, status, candidate) is not None:
         return status, ()
+    if _is_way_out(turn, status, candidate):
+        return rollout.go_back(turn, status, candidate)
     return rollout.begin(turn, status, candidate)
 
 
@@ -84,6 +87,16 @@ def reason_to_wait(turn: Turn, status: Status, candidate: Revision) -> tuple[str
         return "AwaitingApproval", f"set spec.rollout.approvedArtifact to {candidate.artifact} to start its canary"
     if status.observed_generation != turn.seen.meta.generation:
         return "ReplicasNotReady", f"{candidate.name} waits until the stable pods have the present spec"
+    if _is_way_out(turn, status, candidate):
+        return None
     if not is_whole(turn.seen.stable, status.stable.artifact, spec.replicas):
         return "ReplicasNotReady", f"{candidate.name} waits until all {spec.replicas} stable pods are ready"
     return None
+
+
+def _is_way_out(turn: Turn, status: Status, candidate: Revision) -> bool:
+    """Somebody names what served before, while stable pods are missing: a canary would have no whole cohort beside it,
+    and may find no room."""
+    before = {BASELINE, status.previous.artifact if status.previous else BASELINE}
+    num_ready = sum(pod.is_ready for pod in live_pods(turn.seen.stable))
+    return candidate.source is Source.MANUAL and candidate.artifact in before and num_ready < turn.spec.replicas

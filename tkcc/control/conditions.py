@@ -260,6 +260,8 @@ def _healthy(status: Status) -> Told:
         return UNKNOWN, reason, text
     if status.phase in _IN_ROLLOUT and status.phase is not Phase.PROMOTING:
         return UNKNOWN, "AnalysisRunning", "not measured yet at this step"
+    if not rollout.total_steps:
+        return UNKNOWN, "NotApplicable", f"{short_name(rollout.artifact)} came back without a canary"
     return TRUE, "AnalysisSucceeded", f"{short_name(rollout.artifact)} passed every step"
 
 

@@ -27,7 +27,7 @@ from tkcc.control.cohort import Cohorts, cohorts, crashed
 from tkcc.control.drift import read, tick_of
 from tkcc.control.history import looking_anew, with_attempt, with_plan, with_rolled_back, without_rolled_back
 from tkcc.control.steps import Step, steps_of
-from tkcc.control.turn import Turn, clock, in_service, is_whole, serves, short_name
+from tkcc.control.turn import Turn, clock, in_service, is_whole, live_pods, serves, short_name
 from tkcc.control.verdict import (
     Failure,
     is_probed,
@@ -76,6 +76,20 @@ def begin(turn: Turn, status: Status, candidate: Revision) -> Turned:
     return status, (EmitEvent(EventType.NORMAL, "CanaryStarted", text),)
 
 
+def go_back(turn: Turn, status: Status, candidate: Revision) -> Turned:
+    """A rollout without a canary: the stable pods take over what served before."""
+    rollout = RolloutStatus(
+        artifact=candidate.artifact,
+        source=candidate.source,
+        spec_digest=rollout_digest(turn.spec),
+        started_at=turn.now,
+        step_since=turn.now,
+    )
+    text = f"{candidate.name} takes over without a canary: not all {turn.spec.replicas} stable pods are ready"
+    status = replace(status, phase=Phase.PROMOTING, candidate=candidate, rollout=rollout)
+    return status, (EmitEvent(EventType.NORMAL, "RollbackStarted", text),)
+
+
 # --- one turn of each phase -----------------------------------------------------------------------------------------
 
 
@@ -122,9 +136,10 @@ def promoting(turn: Turn, status: Status) -> Turned:
         return _promoted(turn, status)
     deadline = rollout.step_since + turn.spec.rollout.step_deadline
     if turn.now > deadline and not rollout.abort_reason:
+        kept = "; the healthy canary keeps its traffic" if rollout.total_steps else ""
         text = (
             f"the stable pods did not all take {short_name(rollout.artifact)} over by {clock(deadline)}"
-            f"{_pod_troubles(turn)}; the healthy canary keeps its traffic"
+            f"{_pod_troubles(turn)}{kept}"
         )
         rollout = replace(rollout, abort_reason="PromotionStalled", abort_message=text[:1024])
         return replace(status, rollout=rollout), (EmitEvent(EventType.WARNING, "PromotionStalled", text),)
@@ -379,7 +394,7 @@ def _pod_troubles(turn: Turn) -> str:
     """What keeps pods from being ready, for a message."""
     troubles = []
     for serving in (turn.seen.canary, turn.seen.stable):
-        for pod in serving.pods if serving else ():
+        for pod in live_pods(serving):
             trouble = pod.load_error or pod.waiting_reason or pod.unschedulable
             if not pod.is_ready and trouble:
                 troubles.append(f"{pod.name}: {trouble}")

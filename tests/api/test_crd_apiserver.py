@@ -98,11 +98,19 @@ async def test_a_bad_spec_is_refused_in_words_that_say_what_to_change(admin, nam
     assert all(word in str(err.value) for word in words), str(err.value)
 
 
-async def test_a_name_too_long_for_its_children_is_refused(admin, namespace):
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("n" * 41, "at most 40 characters"),
+        ("qwen2.5-7b", "must begin with a letter and have only a-z, 0-9 and -"),
+        ("7b-chat", "must begin with a letter and have only a-z, 0-9 and -"),
+    ],
+)
+async def test_a_name_that_its_children_cannot_have_is_refused(admin, namespace, name, words):
     from tkcc.kube.errors import Invalid
 
-    with pytest.raises(Invalid, match="at most 40 characters"):
-        await admin.create(obj(namespace, "n" * 41, {"model": MODEL}), "test")
+    with pytest.raises(Invalid, match=words):
+        await admin.create(obj(namespace, name, {"model": MODEL}), "test")
 
 
 GOOD = [

@@ -188,8 +188,15 @@ def inference_deployment_crd() -> Json:
                 "labelSelectorPath": ".status.selector",
             }
         },
-        # Names of owned objects are NAME-stable, NAME-<run id>-slow and the like, and must stay DNS labels.
-        rules=cel(("self.metadata.name.size() <= 40", "metadata.name must have at most 40 characters")),
+        # Names of owned objects are NAME-stable, NAME-<run id>-slow and the like, and must stay DNS labels; that of a
+        # Service, which is NAME itself, begins with a letter.
+        rules=cel(
+            ("self.metadata.name.size() <= 40", "metadata.name must have at most 40 characters"),
+            (
+                "self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')",
+                "metadata.name must begin with a letter and have only a-z, 0-9 and - in it: a Service gets this name",
+            ),
+        ),
     )
 
 

@@ -108,8 +108,12 @@ def test_what_was_asked_before_the_step_does_not_count():
     assert share.verdict is Verdict.PASS and (started.canary, started.cohort) == (25, 75)
 
 
-def test_a_restart_is_a_crash_of_the_canary_alone():
-    assert crashed(seen([canary_pod(restarts=1, waiting_reason="CrashLoopBackOff")]), NEW).reason == "CanaryCrashed"
-    assert crashed(seen([canary_pod(restarts=1, last_words="no build")]), NEW).message.endswith("1 times: no build")
-    assert crashed(seen([canary_pod()], [stable_pod("s1", restarts=5)]), NEW) is None
-    assert crashed(seen([canary_pod(restarts=1, template_artifact="b" * 64)]), NEW) is None
+def test_a_restart_is_a_crash_of_the_candidate_alone():
+    def why(*pods):
+        failure = crashed(seen(pods).canary, NEW)
+        return failure and (failure.reason, failure.message)
+
+    assert why(canary_pod(restarts=1, waiting_reason="CrashLoopBackOff"))[0] == "CanaryCrashed"
+    assert why(canary_pod(restarts=1, last_words="no build"))[1].endswith("1 times: no build")
+    assert why(canary_pod(), stable_pod("s1", restarts=5)) is None
+    assert why(canary_pod(restarts=1, template_artifact="b" * 64)) is None

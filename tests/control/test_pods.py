@@ -71,3 +71,50 @@ def test_what_never_served_waits_for_a_whole_stable(story, names):
     s.change({"rollout": {"artifact": names[1]}})
     s.run(10)
     assert s.condition("CandidateAvailable").reason == "ReplicasNotReady" and s.status.stable.artifact == names[0]
+
+
+def stalled(story, names, **behaviour):
+    """In a promotion that goes no further: the candidate's pods do not come up in place of the stable ones."""
+    s = in_canary(story, names)
+    s.until_phase(Phase.PROMOTING)
+    s.world.behaviours[names[0]] = Behaviour(0.7, starts=False, **behaviour)
+    s.world.stable.pods = [p for p in s.world.stable.pods if p.artifact == BASELINE]
+    return s
+
+
+WAYS_OUT = [
+    ("a pause", {"suspend": True}, "Suspended"),
+    ("another artifact", {"rollout": {"artifact": BASELINE}}, "SpecChanged"),
+    ("another spec", {"engine": {"threads": 2}}, "SpecChanged"),
+]
+
+
+@pytest.mark.parametrize("case, patch, reason", WAYS_OUT, ids=[w[0] for w in WAYS_OUT])
+def test_a_promotion_that_is_stuck_can_be_ended(story, names, case, patch, reason):
+    s = stalled(story, names)
+    s.run(10, lambda s: "PromotionStalled" in s.reasons())
+    s.change(patch)
+    s.run(3, lambda s: s.status.phase is Phase.SERVING)
+    assert (s.status.rollout.abort_reason, s.status.stable.artifact) == (reason, BASELINE)
+    assert s.world.weight_pct == 0 and s.condition("Ready").status == "True"
+    s.world.behaviours[names[0]] = Behaviour(0.7)
+    s.change({"suspend": False})
+    if case == "another artifact":
+        s.run(30)
+        assert (s.status.stable.artifact, s.status.candidate) == (BASELINE, None), "the choice stands"
+    else:
+        s.run(30, lambda s: s.status.stable.artifact == names[0])
+
+
+def test_a_promotion_under_way_goes_through_a_pause(story, names):
+    s = in_canary(story, names)
+    s.until_phase(Phase.PROMOTING)
+    s.change({"suspend": True})
+    s.run(5, lambda s: s.status.stable.artifact == names[0])
+
+
+def test_a_candidate_that_crashes_in_the_stable_pods_is_taken_back(story, names):
+    s = stalled(story, names, crashes=True)
+    s.run(3, lambda s: s.status.phase is Phase.SERVING)
+    assert s.status.stable.artifact == BASELINE and s.condition("Ready").status == "True"
+    assert [(r.artifact, r.reason) for r in s.status.rolled_back] == [(names[0], "CanaryCrashed")]

@@ -21,9 +21,12 @@ def adopted(turn: Turn, status: Status) -> Status:
     if wanted == status.adopted_artifact:
         return status
     if wanted == "" or wanted == status.stable.artifact:
-        candidate = status.candidate
-        dropped = candidate is not None and candidate.source is Source.MANUAL
-        return replace(status, adopted_artifact=wanted, candidate=None if dropped else candidate)
+        status, waiting = replace(status, adopted_artifact=wanted), status.candidate
+        if waiting is not None and waiting.source is Source.MANUAL:
+            return replace(status, candidate=None)
+        if waiting is not None and wanted:
+            return rollout.set_back(turn, status, waiting.artifact, "Declined")  # what serves was chosen over it
+        return status
     if not wants_adoption(turn.spec, status) or not turn.acceptance.is_accepted or turn.spec.suspend:
         return status
     found = status.candidate if status.candidate and status.candidate.artifact == wanted else Revision()

@@ -7,7 +7,7 @@ from datetime import datetime
 from tkcc.api.observation import RequestSample
 from tkcc.api.report import Verdict
 from tkcc.api.status import MetricAnalysis
-from tkcc.control.observed import Observed, PodSeen
+from tkcc.control.observed import Observed, PodSeen, ServingSeen
 from tkcc.control.turn import in_service, live_pods, serves
 from tkcc.control.verdict import Failure, Started, is_probed
 from tkcc.stats.proportion import share_is_near
@@ -96,9 +96,9 @@ def cohorts(seen: Observed, artifact: str, since: datetime) -> Cohorts:
     )
 
 
-def crashed(seen: Observed, artifact: str) -> Failure | None:
-    """A canary pod whose container has ended: out of memory, a fault, a refused artifact."""
-    for pod in live_pods(seen.canary):
+def crashed(serving: ServingSeen | None, artifact: str) -> Failure | None:
+    """A pod of the candidate whose container has ended: out of memory, a fault, a refused artifact."""
+    for pod in live_pods(serving):
         if pod.template_artifact == artifact and pod.restarts > 0:
             why = f": {pod.last_words}" if pod.last_words else f", {pod.waiting_reason}" if pod.waiting_reason else ""
             return Failure("CanaryCrashed", f"{pod.name} restarted {pod.restarts} times{why}")

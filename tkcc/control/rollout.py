@@ -129,9 +129,9 @@ def canary(turn: Turn, status: Status) -> Turned:
 
 def promoting(turn: Turn, status: Status) -> Turned:
     rollout = _rollout(status)
-    broken = _broken(turn, rollout)
-    if broken is not None:
-        return abort(turn, status, broken)
+    stop = _broken(turn, rollout) or _given_up(turn, status)
+    if stop is not None:
+        return abort(turn, status, stop)
     if is_whole(turn.seen.stable, rollout.artifact, turn.spec.replicas):
         return _promoted(turn, status)
     deadline = rollout.step_since + turn.spec.rollout.step_deadline
@@ -177,10 +177,14 @@ def abort(turn: Turn, status: Status, failure: Failure) -> Turned:
     if failure.reason in FORGIVEN:
         text = f"{name} left the canary, to start over later: {failure.message}"
         return status, (EmitEvent(EventType.NORMAL, failure.reason, text),)
-    item = RolledBack(artifact=rollout.artifact, reason=failure.reason, at=turn.now)
-    status = _attempted(turn, with_rolled_back(status, item), failure.reason)
     text = f"{name} was rolled back, {failure.reason}: {failure.message}; {status.stable.name} serves"
-    return replace(status, candidate=None), (EmitEvent(EventType.WARNING, "RolledBack", text),)
+    return set_back(turn, status, rollout.artifact, failure.reason), (EmitEvent(EventType.WARNING, "RolledBack", text),)
+
+
+def set_back(turn: Turn, status: Status, artifact: str, reason: str) -> Status:
+    """The candidate is not picked again by itself, nor its workload searched again."""
+    item = RolledBack(artifact=artifact, reason=reason, at=turn.now)
+    return replace(_attempted(turn, with_rolled_back(status, item), reason), candidate=None)
 
 
 def _attempted(turn: Turn, status: Status, reason: str) -> Status:
@@ -261,9 +265,19 @@ def _stopped(turn: Turn, status: Status) -> Failure | None:
     return None
 
 
+def _given_up(turn: Turn, status: Status) -> Failure | None:
+    """A promotion goes through, unless a person ends one that is stuck, or the artifact crashes in the stable pods. Not
+    where it came back without a canary: then there is nowhere else to go."""
+    rollout = _rollout(status)
+    if not turn.acceptance.may_serve:
+        return None
+    failure = crashed(turn.seen.stable, rollout.artifact) if rollout.total_steps else None
+    return failure or (_stopped(turn, status) if rollout.abort_reason else None)
+
+
 def _broken(turn: Turn, rollout: RolloutStatus) -> Failure | None:
     """Has the canary crashed or answered a probe wrong? Looked at every turn, at any weight."""
-    failure = crashed(turn.seen, rollout.artifact)
+    failure = crashed(turn.seen.canary, rollout.artifact)
     if failure is not None:
         return failure
     pods = cohorts(turn.seen, rollout.artifact, rollout.started_at).loaded

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tkcc.api.codec import sha256_hex
 from tkcc.api.run import RunOutcome
 from tkcc.api.status import Phase, Status
 from tkcc.control.actions import EmitEvent, EnsureRun
@@ -20,10 +21,14 @@ STEP = timedelta(seconds=20)
 
 
 def make(story, names, kind):
+    """Of "asked", the spec names an artifact from the first turn on."""
     behaviour = BAD.get(kind, Behaviour(0.7))
-    outcome = RunOutcome.NO_IMPROVEMENT if kind == "none" else RunOutcome.SEARCH_SUCCEEDED
+    outcome = RunOutcome.SEARCH_SUCCEEDED if kind in BAD else RunOutcome.NO_IMPROVEMENT
     ends = RunScript(after=3 * MINUTE, outcome=outcome, artifact=names[0])
-    return story(load=Load(60), behaviours={names[0]: behaviour}, scripts=[ends])
+    asked = {"rollout": {"artifact": names[1]}} if kind == "asked" else {}
+    s = story(asked, load=Load(60), behaviours={names[0]: behaviour, names[1]: Behaviour(0.75)}, scripts=[ends])
+    s.add_artifact(names[1])
+    return s
 
 
 def play(s, turns, kills):
@@ -55,12 +60,13 @@ def outcome(s):
         "runs": len(s.runs),
         "artifacts": sorted(s.artifacts),
         "rolled back": [(r.artifact, r.reason) for r in s.status.rolled_back],
-        "plans": [(p.artifact, p.reason) for p in s.status.drift.plans],
+        # Whether the first window is there before or after what is asked for, is up to the kills.
+        "plans": [(p.artifact, p.reason) for p in s.status.drift.plans if not s.spec.rollout.artifact],
         "last": s.status.recompilation.last_outcome,
     }
 
 
-KINDS = ["good", "slow", "wrong", "none"]
+KINDS = ["good", "slow", "wrong", "none", "asked"]
 TURNS = 130
 kills = st.dictionaries(st.integers(0, 105), st.integers(0, 7), max_size=25)
 _calm = {}
@@ -74,7 +80,13 @@ def calm(story, names, kind):
     return _calm[kind]
 
 
-EXPECTED = {"good": "Promoted", "slow": "LatencyExceeded", "wrong": "CorrectnessRegressed", "none": "NoImprovement"}
+EXPECTED = {
+    "good": "Promoted",
+    "slow": "LatencyExceeded",
+    "wrong": "CorrectnessRegressed",
+    "none": "NoImprovement",
+    "asked": "'stable': '" + sha256_hex("other"),
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -152,6 +164,15 @@ def test_a_lost_status_is_rebuilt_in_every_phase(story, names, phase):
         assert (s.status.phase, s.status.stable.artifact, s.status.recompilation.active_run) == before[:3]
     s.run(60, lambda s: s.status.stable.artifact == names[0] and s.status.phase is Phase.SERVING)
     assert len(s.runs) == 1 and s.world.weight_pct == 0
+
+
+@pytest.mark.parametrize("actions", range(4))
+def test_an_artifact_that_was_asked_for_is_not_forgotten_with_the_first_status(story, names, actions):
+    """The stable Deployment stands, and the status that says so was never written."""
+    s = story({"rollout": {"artifact": names[0]}})
+    s.add_artifact(names[0])
+    s.world.turn(die_after=actions)
+    s.run(30, lambda s: s.status.stable.artifact == names[0])
 
 
 def test_a_lost_status_does_not_bring_back_what_was_rolled_back(story, names):

@@ -2,7 +2,7 @@
 was compiled for what.
 
 What cannot be known is taken on the safe side: an artifact that a run once found, and that does not serve though it was
-in the canary, counts as rolled back.
+in the canary, counts as rolled back. What spec.rollout.artifact names counts as acted upon only if it got that far.
 """
 
 from collections.abc import Iterable
@@ -39,13 +39,14 @@ def is_lost(status: Status, seen: Observed) -> bool:
 def rebuild(spec: Spec, seen: Observed) -> Status:
     assert seen.stable is not None
     runs = sorted(seen.runs, key=lambda r: r.created_at)
+    wanted, canary = spec.rollout.artifact, seen.canary
+    was_adopted = wanted == seen.stable.artifact or (canary is not None and wanted == canary.artifact)
     status = Status(
         stable=_revision(seen, runs, seen.stable.artifact),
         drift=DriftStatus(plans=_plans(spec, seen, runs)),
         recompilation=_recompilation(seen, runs),
-        adopted_artifact=spec.rollout.artifact,
+        adopted_artifact=wanted if was_adopted else "",
     )
-    canary = seen.canary
     if canary is not None and (canary.replicas > 0 or in_service(canary)):
         return _in_rollout(spec, seen, status, runs, canary.artifact)
     phase = Phase.RECOMPILING if status.recompilation.active_run else Phase.SERVING

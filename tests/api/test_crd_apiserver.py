@@ -60,6 +60,7 @@ async def test_defaults_are_those_of_the_classes(admin, namespace):
     assert from_dict(RunSpec, run["spec"]) == from_dict(RunSpec, RUN)
 
 
+MORE_THAN_ALLOWED = {"requests": {"memory": "1Gi", "cpu": "0.6"}, "limits": {"memory": "1024Mi", "cpu": "500m"}}
 REFUSED = [
     ("no model", {"model": None}, ["spec.model: Required value"]),
     ("weights from elsewhere", {"model": {"uri": "hf://org/model", "name": "m"}}, ["spec.model.uri", "pvc://"]),
@@ -84,6 +85,14 @@ REFUSED = [
     ("an interval beyond its step", {"rollout": {"analysis": {"interval": "1h"}}}, ["shorter than stepDeadline"]),
     ("approved, but nobody asked", {"rollout": {"approvedArtifact": "a" * 64}}, ["approvedArtifact needs approval"]),
     ("a digest that is none", {"rollout": {"artifact": "latest"}}, ["spec.rollout.artifact"]),
+    ("a quantity that is none", {"pod": {"resources": {"limits": {"memory": "1Gx"}}}}, ["limits.memory"]),
+    ("less than nothing", {"pod": {"resources": {"requests": {"cpu": "-1"}}}}, ["requests.cpu"]),
+    ("more asked for than allowed", {"pod": {"resources": MORE_THAN_ALLOWED}}, ["must not be above resources.limits"]),
+    (
+        "more asked for a tier than allowed",
+        {"recompilation": {"tiers": {"slow": {"pod": {"resources": MORE_THAN_ALLOWED}}}}},
+        ["must not be above resources.limits"],
+    ),
     ("a toleration nobody knows", {"pod": {"tolerations": [{"operator": "Like"}]}}, ["tolerations[0].operator"]),
 ]  # fmt: skip
 
@@ -121,6 +130,7 @@ GOOD = [
     {"recompilation": {"proposer": {"type": "Scripted", "scriptConfigMap": "script"}}},
     {"rollout": {"approval": "BeforePromote", "approvedArtifact": "a" * 64}},
     {"pod": {"resources": {"limits": {"nvidia.com/gpu": 1, "memory": "2Gi"}}, "runtimeClassName": "nvidia"}},
+    {"pod": {"resources": {"limits": {"memory": "1.5Gi", "cpu": 2}, "requests": {"cpu": "2000m", "memory": 10**9}}}},
     {"suspend": True, "rollout": {"artifact": "baseline"}},
 ]
 

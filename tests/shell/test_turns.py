@@ -17,6 +17,7 @@ from tkcc.kube.resources import (
     POD,
     POD_DISRUPTION_BUDGET,
     SERVICE,
+    JsonObject,
 )
 
 pytestmark = pytest.mark.shell
@@ -142,13 +143,39 @@ async def test_a_service_of_somebody_else_is_left_alone_and_named(world: World):
 
 
 async def test_what_the_api_server_refuses_is_said_in_its_words(world: World):
-    await world.apply(pod={"resources": {"limits": {"memory": "lots"}}})
+    await world.apply(pod={"nodeSelector": {"no label": "x"}})
     with pytest.raises(ClusterError):
         await world.turn()
-    assert "quantities must match" in (await world.condition("Degraded")).message
-    await world.apply(pod={"resources": {"limits": {"memory": "1Gi"}}})
+    assert "nodeSelector: Invalid value" in (await world.condition("Degraded")).message
+    await world.apply(pod={"nodeSelector": {"a-label": "x"}})
     await world.turn()
     assert (await world.condition("Degraded")).status == "False"
+
+
+async def test_a_template_that_is_refused_in_mid_canary_takes_no_pods_from_stable(world: World, kubelet):
+    digest = await world.artifact("def build(): ...\n")
+    await world.apply(replicas=2, **QUICK)
+    await world.until(lambda status: status.ready_replicas == 2)
+    spec = {**QUICK, "rollout": {**QUICK["rollout"], "artifact": digest}}
+    await world.apply(replicas=2, **spec)
+    await world.until(lambda status: status.rollout is not None and status.rollout.observed_weight == 50)
+
+    async def stable() -> JsonObject:
+        have = await world.admin.get(DEPLOYMENT, world.namespace, "llama-stable")
+        assert have
+        return have
+
+    before = await stable()
+    assert before["spec"]["replicas"] == 1
+    await world.apply(replicas=2, **spec, pod={"nodeSelector": {"no label": "x"}})
+    with pytest.raises(Invalid):
+        await world.turn()
+    after = await stable()
+    assert after["spec"] == {**before["spec"], "replicas": 2}
+    in_service = await world.admin.list(POD, world.namespace, {"tkcc.dev/serving": "true"})
+    assert {pod["metadata"]["labels"]["tkcc.dev/role"] for pod in in_service} == {"stable"}
+    await world.apply(replicas=2, **QUICK)
+    await world.until(lambda status: status.phase is Phase.SERVING and status.ready_replicas == 2)
 
 
 async def test_gpu_fields_are_accepted_by_the_api_server_as_they_are_rendered(world: World):

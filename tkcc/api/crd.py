@@ -27,7 +27,7 @@ Json = dict[str, Any]
 # Of what pydantic says, the keys that a structural schema keeps as they are, in the order they are written.
 _KEPT = (
     *("description", "type", "format", "enum", "pattern", "minLength", "maxLength", "minimum", "maximum"),
-    *("minItems", "maxItems", "required", "x-kubernetes-int-or-string", "x-kubernetes-list-type"),
+    *("minItems", "maxItems", "maxProperties", "required", "x-kubernetes-int-or-string", "x-kubernetes-list-type"),
     *("x-kubernetes-list-map-keys", "x-kubernetes-validations"),
 )
 

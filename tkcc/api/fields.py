@@ -53,8 +53,12 @@ Timestamp = Annotated[
     WithJsonSchema({"type": "string", "format": "date-time"}),
 ]
 
-# A resource quantity of Kubernetes (500m, 2Gi, 1): checked by the API server when the pod is made.
-Quantity = Annotated[int | str, WithJsonSchema({"x-kubernetes-int-or-string": True})]
+# A resource quantity of Kubernetes (500m, 2Gi, 1), which the API server would refuse only when the pod is made.
+_NUMBER = r"([0-9]+(\.[0-9]*)?|\.[0-9]+)"
+_QUANTITY = rf"^\+?{_NUMBER}([KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]+)?$"
+Quantity = Annotated[
+    int | str, WithJsonSchema({"x-kubernetes-int-or-string": True, "pattern": _QUANTITY, "maxLength": 32})
+]
 
 # The name of an artifact: the SHA-256 of its source and parameters, or `baseline` for the built-in forward pass.
 BASELINE = "baseline"

@@ -91,15 +91,26 @@ class Toleration:
 
 @dataclass(frozen=True, config=BORDER)
 class Resources:
-    requests: dict[str, Quantity] = Field(default_factory=dict)
-    limits: dict[str, Quantity] = Field(default_factory=dict, description="GPUs go here, as nvidia.com/gpu.")
+    requests: dict[str, Quantity] = Field(default_factory=dict, max_length=16)
+    limits: dict[str, Quantity] = Field(
+        default_factory=dict, max_length=16, description="GPUs go here, as nvidia.com/gpu."
+    )
 
 
 @dataclass(frozen=True, config=BORDER)
 class PodSettings:
     """Scheduling of one kind of pod. GPU use of these is rendered and checked, not yet proven on a GPU node."""
 
-    resources: Resources = field(default_factory=Resources)
+    resources: Resources = Field(
+        default_factory=Resources,
+        json_schema_extra=cel(
+            (
+                "!has(self.requests) || !has(self.limits) || self.requests.all(name, !(name in self.limits) || "
+                "quantity(string(self.requests[name])).compareTo(quantity(string(self.limits[name]))) <= 0)",
+                "resources.requests must not be above resources.limits",
+            )
+        ),
+    )
     node_selector: dict[str, str] = Field(default_factory=dict)
     tolerations: tuple[Toleration, ...] = Field(default=(), max_length=32, json_schema_extra=ATOMIC_LIST)
     runtime_class_name: str = Field(default="", max_length=253)

@@ -23,7 +23,7 @@ from tkcc.control.actions import (
 from tkcc.control.run import has_ended
 from tkcc.kube.cluster import STATUS, TRAFFIC, WORKLOAD, Cluster
 from tkcc.kube.errors import Conflict, Invalid, NotFound
-from tkcc.kube.resources import CONFIG_MAP, POD, RECOMPILATION_RUN
+from tkcc.kube.resources import CONFIG_MAP, DEPLOYMENT, POD, RECOMPILATION_RUN
 from tkcc.shell.memory import Memory
 from tkcc.shell.observe import World
 from tkcc.shell.own import Own
@@ -38,6 +38,7 @@ from tkcc.shell.render.names import (
     Owner,
     artifact_name,
     result_name,
+    serving_name,
 )
 from tkcc.shell.settings import Settings
 from tkcc.shell.traffic import TrafficTaker
@@ -61,7 +62,12 @@ class Applier:
                     await own.apply(render.network_policy(owner, settings))
             case EnsureStable(artifact, replicas):
                 await memory.held.hold(artifact)
-                await own.apply(render.deployment(owner, spec, settings, STABLE, artifact, replicas))
+                try:
+                    await own.apply(render.deployment(owner, spec, settings, STABLE, artifact, replicas))
+                except Invalid:
+                    if world.seen.stable is not None:  # and is ours
+                        await self._ensure_size(owner, STABLE, replicas)
+                    raise
             case EnsureCanary(artifact, replicas):
                 if replicas > 0:
                     await memory.held.hold(artifact)
@@ -86,6 +92,11 @@ class Applier:
                 raise AssertionError("events are posted after the status was written")
             case _:
                 assert_never(action)
+
+    async def _ensure_size(self, owner: Owner, role: str, replicas: int) -> None:
+        """Of a template that is refused this much can be done: pods that serve, of the one before."""
+        name, patch = serving_name(owner.name, role), {"spec": {"replicas": replicas}}
+        await self._cluster.merge(DEPLOYMENT, owner.namespace, name, patch, WORKLOAD)
 
     async def _ensure_in_service(self, world: World, wanted: frozenset[str]) -> None:
         for name, pod in world.pods.items():

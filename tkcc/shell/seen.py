@@ -70,7 +70,13 @@ def pod(obj: JsonObject, reading: Reading | None) -> PodSeen:
         last_words=_last_words(status),
         unschedulable=_unschedulable(status),
         is_terminating="deletionTimestamp" in have,
+        has_ended=has_ended(obj),
     )
+
+
+def has_ended(pod: JsonObject) -> bool:
+    """Evicted, rejected by its node, or done: it stays to be looked at, and another one takes its place."""
+    return pod.get("status", {}).get("phase") in ("Failed", "Succeeded")
 
 
 def is_ready(obj: JsonObject) -> bool:
@@ -121,7 +127,8 @@ def artifact(obj: JsonObject, owner_uid: str) -> ArtifactSeen:
 
 
 def tier(name: str, deployment: JsonObject, pods: Iterable[JsonObject]) -> TierSeen:
-    statuses = [have.get("status", {}) for have in pods if "deletionTimestamp" not in have["metadata"]]
+    live = (have for have in pods if "deletionTimestamp" not in have["metadata"] and not has_ended(have))
+    statuses = [have.get("status", {}) for have in live]
     problems = [problem for status in statuses if (problem := _waiting(status) or _unschedulable(status))]
     return TierSeen(
         name=name,

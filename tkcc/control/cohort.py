@@ -6,7 +6,7 @@ from datetime import datetime
 
 from tkcc.api.observation import RequestSample
 from tkcc.api.report import Verdict
-from tkcc.api.status import MetricAnalysis
+from tkcc.api.status import MetricAnalysis, RolloutStatus
 from tkcc.control.observed import Observed, PodSeen, ServingSeen
 from tkcc.control.turn import in_service, live_pods, serves
 from tkcc.control.verdict import Failure, Started, is_probed
@@ -47,6 +47,11 @@ class Cohorts:
         counts = [pod.requests_started for pod in self.pods if pod.name in names]
         known = [count for count in counts if count is not None]
         return sum(known) if len(known) == len(counts) else None
+
+    def has_lost_counts(self, rollout: RolloutStatus) -> bool:
+        """Has a pod been replaced since the measurement began, and its counter with it?"""
+        before = (rollout.canary_requests_before, rollout.stable_requests_before)
+        return any(n is not None and n < least for n, least in zip(self.requests_started(), before, strict=True))
 
     def requests_since(
         self, requests: Iterable[RequestSample], since: datetime

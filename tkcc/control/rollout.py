@@ -122,7 +122,7 @@ def canary(turn: Turn, status: Status) -> Turned:
         observed = seen.weight_pct
         rollout = replace(rollout, observed_weight=observed, measured_since=None, measurement=0)
         return _in_time(turn, replace(status, rollout=rollout), "the weight is not reached" + _pod_troubles(turn))
-    if rollout.measured_since is None:
+    if rollout.measured_since is None or seen.has_lost_counts(rollout):
         return _begin_measuring(turn, status, seen, step)
     return _measured(turn, status, seen, steps)
 

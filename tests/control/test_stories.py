@@ -146,7 +146,6 @@ def test_the_same_code_found_again_is_no_improvement(story, names):
 ABORTS = [
     ("a wrong artifact never gets traffic", Behaviour(0.5, is_wrong=True), "CorrectnessRegressed", [0]),
     ("an artifact that crashes never gets traffic", Behaviour(crashes=True), "CanaryCrashed", [0]),
-    ("an artifact that does not start is given up", Behaviour(starts=False), "WarmupTimedOut", [0]),
     ("a slow artifact loses its traffic", Behaviour(2.0), "LatencyExceeded", [0, 25, 0]),
     ("a failing artifact loses its traffic", Behaviour(error_ratio=0.4), "ErrorRateExceeded", [0, 25, 0]),
     ("an artifact that hangs loses its traffic", Behaviour(answers=False), "RequestsStalled", [0, 25, 0]),

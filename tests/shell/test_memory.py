@@ -5,7 +5,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from tkcc.api.observation import RequestSample
-from tkcc.shell.memory import newest_of_each
+from tkcc.shell.memory import newest_of_each, unbroken
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -35,3 +35,19 @@ def test_what_does_not_fit_is_forgotten_of_each_pod_alike(case, found, kept):
 def test_newest_is_by_time_and_not_by_when_it_was_read():
     late, early = requests("canary", 5, start=100), requests("canary", 5)
     assert newest_of_each([*late, *early], 5) == tuple(late)
+
+
+@pytest.mark.parametrize(
+    "case, seconds, since",
+    [
+        ("the first look", [0], 0),
+        ("turn upon turn", [0, 15, 30, 90], 0),
+        ("after a break", [0, 15, 200, 215], 200),
+        ("after two", [0, 500, 1000, 1060], 1000),
+    ],
+)
+def test_since_when_turns_follow_each_other(case, seconds, since):
+    have = last = None
+    for now in (START + timedelta(seconds=s) for s in seconds):
+        have, last = unbroken(have, last, now), now
+    assert have == START + timedelta(seconds=since), case

@@ -169,11 +169,14 @@ class RolloutStatus:
 
 @dataclass(frozen=True, config=BORDER)
 class RolledBack:
-    """An artifact that lost a canary: never picked again by the operator itself."""
+    """An artifact that lost a canary: never picked again by the operator itself, unless that proved nothing."""
 
     artifact: ArtifactRef
     reason: Str64
     at: Timestamp
+    tries: int = Field(
+        default=1, ge=1, description="Its rollouts that were taken back; after three without a verdict it is given up."
+    )
 
 
 @dataclass(frozen=True, config=BORDER)

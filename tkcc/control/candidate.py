@@ -8,9 +8,9 @@ from tkcc.api.status import Plan, Revision, Source, Status
 from tkcc.control import rollout, search
 from tkcc.control.acceptance import wants_adoption
 from tkcc.control.actions import Action, EmitEvent, EventType
-from tkcc.control.history import with_plan
+from tkcc.control.history import with_plan, without_rolled_back
 from tkcc.control.steps import steps_of
-from tkcc.control.turn import Turn, incompatibility, is_rolled_back, is_whole, live_pods, revision_of
+from tkcc.control.turn import Turn, clock, incompatibility, is_rolled_back, is_whole, live_pods, next_try, revision_of
 
 Turned = tuple[Status, tuple[Action, ...]]
 
@@ -31,6 +31,8 @@ def adopted(turn: Turn, status: Status) -> Status:
         return status
     found = status.candidate if status.candidate and status.candidate.artifact == wanted else Revision()
     candidate = revision_of(wanted, turn.manifest(wanted), replace(found, source=Source.MANUAL))
+    if not is_rolled_back(status, wanted):
+        status = without_rolled_back(status, wanted)  # asked for anew, it does not wait for its next try
     return replace(status, adopted_artifact=wanted, candidate=candidate)
 
 
@@ -92,6 +94,10 @@ def reason_to_wait(turn: Turn, status: Status, candidate: Revision) -> tuple[str
         return "ReplicasNotReady", f"{candidate.name} waits until the stable pods have the present spec"
     if _is_way_out(turn, status, candidate):
         return None
+    again = next_try(turn, status, candidate.artifact)
+    if again is not None and turn.now < again[1]:
+        text = f"{candidate.name} is tried again, not before {clock(again[1])}: its last rollout proved nothing"
+        return "CoolingDown", f"{text}, {again[0].reason}"
     if not is_whole(turn.seen.stable, status.stable.artifact, spec.replicas):
         return "ReplicasNotReady", f"{candidate.name} waits until all {spec.replicas} stable pods are ready"
     return None

@@ -200,7 +200,7 @@ def _progressing(turn: Turn, status: Status) -> Told:
     match status.phase:
         case Phase.WARMING:
             seen = cohorts(turn.seen, rollout.artifact, rollout.started_at)
-            until = clock(rollout.started_at + turn.spec.rollout.warmup_timeout)
+            until = clock(turn.deadline(rollout.started_at, turn.spec.rollout.warmup_timeout))
             return TRUE, "WarmingUp", f"{name}: {len(seen.warm)} canary pods are warm; aborts at {until}"
         case Phase.CANARY:
             return _stepping(turn, rollout)
@@ -225,7 +225,7 @@ def _stepping(turn: Turn, rollout: RolloutStatus) -> Told:
         text = f"{name} passed all steps; set spec.rollout.approvedArtifact to {rollout.artifact} to promote it"
         return TRUE, "AwaitingApproval", text
     where = f"step {rollout.step + 1} of {rollout.total_steps}, {rollout.desired_weight} %"
-    until = clock(rollout.step_since + turn.spec.rollout.step_deadline)
+    until = clock(turn.deadline(rollout.step_since, turn.spec.rollout.step_deadline))
     if rollout.measured_since is None:
         observed = f"{rollout.observed_weight or 0} %"
         return TRUE, "StepPaused", f"{name}, {where}: {observed} of the pods in service so far; aborts at {until}"

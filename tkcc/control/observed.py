@@ -117,6 +117,7 @@ class Observed:
     probe_ids: tuple[str, ...] = ()  # the prompts that a pod is asked
     missing: tuple[MissingReference, ...] = ()
     scrape_errors: tuple[str, ...] = ()  # of the last round, one a pod that could not be read
+    watched_since: datetime | None = None  # since when turns have followed each other without a break
     operator_error: str = ""  # why the turn before this one failed
 
 

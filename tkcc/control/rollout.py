@@ -27,7 +27,17 @@ from tkcc.control.cohort import Cohorts, cohorts, crashed
 from tkcc.control.drift import read, tick_of
 from tkcc.control.history import looking_anew, with_attempt, with_plan, with_rolled_back, without_rolled_back
 from tkcc.control.steps import Step, steps_of
-from tkcc.control.turn import Turn, clock, in_service, is_whole, live_pods, serves, short_name
+from tkcc.control.turn import (
+    Turn,
+    clock,
+    in_service,
+    is_undecided,
+    is_whole,
+    live_pods,
+    next_try,
+    serves,
+    short_name,
+)
 from tkcc.control.verdict import (
     Failure,
     is_probed,
@@ -102,9 +112,9 @@ def warming(turn: Turn, status: Status) -> Turned:
     seen = cohorts(turn.seen, rollout.artifact, rollout.started_at)
     if len(seen.warm) >= steps[0].pods:
         return _at_step(turn, status, 0), ()
-    if turn.now > rollout.started_at + turn.spec.rollout.warmup_timeout:
-        limit = clock(rollout.started_at + turn.spec.rollout.warmup_timeout)
-        text = f"{len(seen.warm)} of {steps[0].pods} canary pods were warm by {limit}{_pod_troubles(turn)}"
+    deadline = turn.deadline(rollout.started_at, turn.spec.rollout.warmup_timeout)
+    if turn.now > deadline:
+        text = f"{len(seen.warm)} of {steps[0].pods} canary pods were warm by {clock(deadline)}{_pod_troubles(turn)}"
         return abort(turn, status, Failure("WarmupTimedOut", text))
     return status, ()
 
@@ -134,7 +144,7 @@ def promoting(turn: Turn, status: Status) -> Turned:
         return abort(turn, status, stop)
     if is_whole(turn.seen.stable, rollout.artifact, turn.spec.replicas):
         return _promoted(turn, status)
-    deadline = rollout.step_since + turn.spec.rollout.step_deadline
+    deadline = turn.deadline(rollout.step_since, turn.spec.rollout.step_deadline)
     if turn.now > deadline and not rollout.abort_reason:
         kept = "; the healthy canary keeps its traffic" if rollout.total_steps else ""
         text = (
@@ -161,7 +171,8 @@ def rolling_back(turn: Turn, status: Status) -> Turned:
 
 
 def abort(turn: Turn, status: Status, failure: Failure) -> Turned:
-    """Take the traffic away now. The artifact is remembered as rolled back, unless the cause lay elsewhere."""
+    """Take the traffic away now. The artifact is remembered as rolled back, unless the cause lay elsewhere; without a
+    verdict it is tried again, but not for ever."""
     rollout = _rollout(status)
     name = short_name(rollout.artifact)
     ended = replace(
@@ -177,14 +188,21 @@ def abort(turn: Turn, status: Status, failure: Failure) -> Turned:
     if failure.reason in FORGIVEN:
         text = f"{name} left the canary, to start over later: {failure.message}"
         return status, (EmitEvent(EventType.NORMAL, failure.reason, text),)
-    text = f"{name} was rolled back, {failure.reason}: {failure.message}; {status.stable.name} serves"
-    return set_back(turn, status, rollout.artifact, failure.reason), (EmitEvent(EventType.WARNING, "RolledBack", text),)
+    status = set_back(turn, status, rollout.artifact, failure.reason)
+    again = next_try(turn, status, rollout.artifact)
+    when = f"; next try not before {clock(again[1])}" if again else ""
+    text = f"{name} was rolled back, {failure.reason}: {failure.message}; {status.stable.name} serves{when}"
+    return status, (EmitEvent(EventType.WARNING, "RolledBack", text),)
 
 
 def set_back(turn: Turn, status: Status, artifact: str, reason: str) -> Status:
-    """The candidate is not picked again by itself, nor its workload searched again."""
-    item = RolledBack(artifact=artifact, reason=reason, at=turn.now)
-    return replace(_attempted(turn, with_rolled_back(status, item), reason), candidate=None)
+    """The candidate is not picked again by itself, nor its workload searched again; or, undecided, it waits."""
+    last = next((item for item in status.rolled_back if item.artifact == artifact and is_undecided(item)), None)
+    item = RolledBack(artifact=artifact, reason=reason, at=turn.now, tries=last.tries + 1 if last else 1)
+    status = with_rolled_back(status, item)
+    if is_undecided(item) and status.candidate is not None:
+        return status
+    return replace(_attempted(turn, status, reason), candidate=None)
 
 
 def _attempted(turn: Turn, status: Status, reason: str) -> Status:
@@ -391,12 +409,14 @@ def _in_time(turn: Turn, status: Status, waiting_for: str) -> Turned:
     rollout, spec = _rollout(status), turn.spec.rollout
     if rollout.awaiting_approval:
         return status, ()
-    if turn.now > rollout.started_at + spec.progress_deadline:
-        limit = clock(rollout.started_at + spec.progress_deadline)
-        return abort(turn, status, Failure("ProgressDeadlineExceeded", f"not through by {limit}: {waiting_for}"))
-    if turn.now > rollout.step_since + spec.step_deadline:
-        limit = clock(rollout.step_since + spec.step_deadline)
-        return abort(turn, status, Failure("AnalysisInconclusive", f"step not passed by {limit}: {waiting_for}"))
+    deadline = turn.deadline(rollout.started_at, spec.progress_deadline)
+    if turn.now > deadline:
+        text = f"not through by {clock(deadline)}: {waiting_for}"
+        return abort(turn, status, Failure("ProgressDeadlineExceeded", text))
+    deadline = turn.deadline(rollout.step_since, spec.step_deadline)
+    if turn.now > deadline:
+        text = f"step not passed by {clock(deadline)}: {waiting_for}"
+        return abort(turn, status, Failure("AnalysisInconclusive", text))
     return status, ()
 
 

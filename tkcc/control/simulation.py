@@ -127,6 +127,7 @@ class World:
     metrics_down: bool = False
     sticky_ratio: float = 0.0  # of the requests, that go to the first pod whatever the weights say
     missing: tuple[MissingReference, ...] = ()
+    watched_since: datetime = START
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
@@ -161,6 +162,11 @@ class World:
 
     def add_artifact(self, digest: str, gain_milli: int = 200, *, is_owned: bool = False) -> None:
         self.artifacts.setdefault(digest, ArtifactSeen(digest, self._manifest(digest, gain_milli), is_owned, self.now))
+
+    def restart(self) -> None:
+        """Of the operator: what it kept in memory is gone."""
+        self.probes.clear()
+        self.watched_since = self.now
 
     def evict(self, pod: Pod) -> None:
         """It ends and stays where it can be seen; its Deployment makes another."""
@@ -310,6 +316,7 @@ class World:
             probe_ids=PROBE_IDS,
             missing=self.missing,
             scrape_errors=errors,
+            watched_since=self.watched_since,
         )
 
     def _seen(self, deployment: Workloads | None) -> ServingSeen | None:

@@ -1,15 +1,19 @@
 """One reconcile's view of the world: the spec, what was seen, and the figures that several decisions need of it."""
 
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 
 from tkcc.api.candidate import Artifact
 from tkcc.api.fields import BASELINE
 from tkcc.api.spec import Spec
-from tkcc.api.status import Plan, Revision, Status
+from tkcc.api.status import Plan, Revision, RolledBack, Status
 from tkcc.control.acceptance import Acceptance, accept
 from tkcc.control.drift import Traffic
 from tkcc.control.observed import Observed, PodSeen, ServingSeen
+
+# Ends that say little about the artifact: no room for its pods, too little traffic, metrics that cannot be read.
+UNDECIDED = frozenset({"WarmupTimedOut", "AnalysisInconclusive", "ProgressDeadlineExceeded"})
+MAX_TRIES = 3
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,10 @@ class Turn:
     @property
     def now(self) -> datetime:
         return self.seen.now
+
+    def deadline(self, since: datetime, limit: timedelta) -> datetime:
+        """Time in which nobody looked on does not count: nothing was decided in it."""
+        return max(since, self.seen.watched_since or since) + limit
 
     def manifest(self, artifact: str) -> Artifact | None:
         return next((a.manifest for a in self.seen.artifacts if a.digest == artifact), None)
@@ -68,7 +76,21 @@ def stable_plans(status: Status) -> tuple[Plan, ...]:
 
 
 def is_rolled_back(status: Status, artifact: str) -> bool:
-    return any(item.artifact == artifact for item in status.rolled_back)
+    """For good."""
+    return any(item.artifact == artifact and not is_undecided(item) for item in status.rolled_back)
+
+
+def is_undecided(item: RolledBack) -> bool:
+    """Did its rollout end without a verdict, so that it is to be tried again?"""
+    return item.reason in UNDECIDED and item.tries < MAX_TRIES
+
+
+def next_try(turn: Turn, status: Status, artifact: str) -> tuple[RolledBack, datetime] | None:
+    """How its last rollout ended without a verdict, and when the next may start: each waits longer than the last."""
+    item = next((item for item in status.rolled_back if item.artifact == artifact), None)
+    if item is None or not is_undecided(item):
+        return None
+    return item, item.at + item.tries * turn.spec.drift.cooldown
 
 
 def incompatibility(turn: Turn, artifact: str) -> str:

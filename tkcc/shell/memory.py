@@ -24,6 +24,7 @@ from tkcc.shell.seen import ResultSeen
 MAX_REQUESTS = 20_000  # of all pods
 REQUESTS_KEPT = timedelta(minutes=15)  # outside a rollout
 CHECKPOINT_EVERY = timedelta(seconds=10)
+WATCH_BREAK = timedelta(minutes=2)  # turns are due every 15 s, and after a failure within 60 s
 
 
 @dataclass
@@ -39,9 +40,13 @@ class Memory:
     is_restored: bool = False
     checkpoint_at: datetime | None = None
     scrape_errors: tuple[str, ...] = ()
+    looked_at: datetime | None = None
+    watched_since: datetime | None = None
 
     def take(self, readings: Iterable[Reading], spec: Spec, status: Status, now: datetime) -> None:
         """Add one round of readings and forget what nobody can ask for any more."""
+        self.watched_since = unbroken(self.watched_since, self.looked_at, now)
+        self.looked_at = now
         readings = list(readings)
         new = [reading.sample for reading in readings if reading.sample]
         self.samples = ring.extend(self.samples, new, spec.drift, now)
@@ -68,3 +73,9 @@ def newest_of_each(requests: Iterable[RequestSample], most: int = MAX_REQUESTS) 
     share = max(1, most // max(1, len(by_pod)))
     newest = (sorted(all_of, key=lambda request: request.started_at)[-share:] for all_of in by_pod.values())
     return tuple(request for kept in newest for request in kept)
+
+
+def unbroken(since: datetime | None, last: datetime | None, now: datetime) -> datetime:
+    """Since when turns have followed each other without a break: not while this process, its lease or the API server
+    was away."""
+    return now if since is None or last is None or now - last > WATCH_BREAK else since

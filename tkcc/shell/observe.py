@@ -91,6 +91,7 @@ class Observer:
             probe_ids=tuple(PROMPTS),
             missing=await self._missing(owner, spec),
             scrape_errors=memory.scrape_errors,
+            watched_since=memory.watched_since,
         )
         return World(owner, spec, seen, _by_name(pods), _by_name(runs))
 

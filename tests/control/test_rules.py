@@ -98,7 +98,6 @@ def test_rule_2_nothing_counts_as_drift_during_a_rollout(story, names):
     "case, patch",
     [
         ("another image", {"engine": {"image": "example.org/engine:2"}}),
-        ("more replicas", {"replicas": 8}),
         ("other steps", {"rollout": {"steps": [50]}}),
         ("other limits", {"rollout": {"analysis": {"minRequests": 30}}}),
     ],
@@ -122,6 +121,41 @@ def test_rule_3_a_spec_change_in_mid_canary_goes_back_to_stable_first(story, nam
     assert s.status.rolled_back == () and s.condition("RolloutHealthy").status == "Unknown"
     s.run(30, lambda s: s.status.stable.artifact == fast)
     assert len(s.runs) == 1, "what was found is not searched again"
+
+
+@pytest.mark.parametrize(
+    "case, sizes",
+    [
+        ("grows", [8]),
+        ("shrinks to where a step cannot be made exactly", [3]),
+        ("shrinks to where all steps are one", [2]),
+        ("goes to and fro, as by an autoscaler", [6, 4] * 20),
+    ],
+)
+def test_rule_3_another_size_in_mid_canary_goes_on_at_the_same_step(story, names, case, sizes):
+    s = story(scripts=[script(names[0])])
+    s.establish()
+    s.drift()
+    s.until_phase(Phase.CANARY)
+    for replicas in sizes:
+        if s.status.phase is Phase.SERVING:
+            break
+        s.change({"replicas": replicas})
+        s.run(3)
+        pods = [p for d in (s.world.stable, s.world.canary) for p in d.pods if p.is_ready and p.in_service]
+        assert len(pods) == replicas, "clients get the new size at once"
+    s.run(30, lambda s: s.status.stable.artifact == names[0])
+    assert s.reasons().count("CanaryStarted") == 1 and s.status.rolled_back == (), case
+
+
+def test_rule_3_a_size_without_room_for_a_canary_ends_it(story, names):
+    s = story(scripts=[script(names[0])])
+    s.establish()
+    s.drift()
+    s.until_phase(Phase.CANARY)
+    s.change({"replicas": 1})
+    s.run(2)
+    assert s.status.rollout.abort_reason == "InvalidSpec" and s.world.weight_pct == 0
 
 
 UNRELATED = [

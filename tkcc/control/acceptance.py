@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from tkcc.api.fields import BASELINE
 from tkcc.api.spec import EngineType, Mode, Spec
-from tkcc.api.status import Status
+from tkcc.api.status import Phase, Status
 from tkcc.control.observed import Observed
-from tkcc.control.steps import steps_of
+from tkcc.control.steps import nearest_steps, steps_of
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,9 @@ def accept(spec: Spec, status: Status, seen: Observed) -> Acceptance:
             f"{seen.meta.namespace}; create it or change the field",
         )
     if spec.recompilation.mode is Mode.AUTOMATIC or wants_adoption(spec, status) or spec.rollout.steps:
+        is_under_way = status.phase in (Phase.WARMING, Phase.CANARY, Phase.PROMOTING)
         try:
-            steps_of(spec)
+            nearest_steps(spec) if is_under_way else steps_of(spec)
         except ValueError as err:
             return Acceptance(False, True, "InvalidSpec", str(err))
     return Acceptance(True, True, "Valid", "the spec is valid and all that it names exists")

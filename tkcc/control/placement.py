@@ -10,7 +10,7 @@ from tkcc.api.spec import Spec
 from tkcc.api.status import Phase, RolloutStatus, Status
 from tkcc.control.actions import Action, EnsureCanary, EnsureProbed, EnsureService, EnsureStable, EnsureWeight
 from tkcc.control.cohort import Cohorts, cohorts
-from tkcc.control.steps import steps_of
+from tkcc.control.steps import nearest_steps
 from tkcc.control.turn import Turn, is_rolled_out, live_pods
 
 
@@ -55,14 +55,14 @@ def _warming(turn: Turn, status: Status, rollout: RolloutStatus) -> tuple[Action
     return (
         EnsureService(),
         EnsureStable(status.stable.artifact, turn.spec.replicas),
-        EnsureCanary(rollout.artifact, steps_of(turn.spec)[0].pods),
+        EnsureCanary(rollout.artifact, nearest_steps(turn.spec)[0].pods),
         EnsureWeight(0, ()),
         *_probed(seen, rollout.started_at),
     )
 
 
 def _canary(turn: Turn, status: Status, rollout: RolloutStatus) -> tuple[Action, ...]:
-    steps = steps_of(turn.spec)
+    steps = nearest_steps(turn.spec)
     step = steps[min(rollout.step, len(steps) - 1)]
     seen = cohorts(turn.seen, rollout.artifact, rollout.started_at)
     admitted = seen.warm[: step.pods]

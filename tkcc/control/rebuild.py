@@ -27,7 +27,7 @@ from tkcc.api.status import (
 from tkcc.control.history import DAY
 from tkcc.control.observed import Observed, RunSeen
 from tkcc.control.rollout import rollout_digest
-from tkcc.control.steps import steps_of
+from tkcc.control.steps import nearest_steps
 from tkcc.control.turn import in_service, short_name, speedup_text
 
 
@@ -74,7 +74,7 @@ def _in_rollout(spec: Spec, seen: Observed, status: Status, runs: list[RunSeen],
     )
     candidate = _revision(seen, runs, artifact)
     try:
-        steps = steps_of(spec)
+        steps = nearest_steps(spec)
     except ValueError:
         steps = ()
     served = len(in_service(seen.canary))

@@ -26,7 +26,7 @@ from tkcc.control.actions import EmitEvent, EventType
 from tkcc.control.cohort import Cohorts, cohorts, crashed
 from tkcc.control.drift import read, tick_of
 from tkcc.control.history import looking_anew, with_attempt, with_plan, with_rolled_back, without_rolled_back
-from tkcc.control.steps import Step, steps_of
+from tkcc.control.steps import Step, nearest_steps, steps_of
 from tkcc.control.turn import (
     Turn,
     clock,
@@ -62,10 +62,11 @@ FORGIVEN = frozenset({"SpecChanged", "Suspended", "InvalidSpec"})
 
 
 def rollout_digest(spec: Spec) -> str:
-    """Of the part of a spec that a rollout depends on: a change of it takes the canary back to stable first."""
+    """Of the part of a spec that a rollout depends on: a change of it takes the canary back to stable first. Not of
+    `replicas`, which an autoscaler may change at any time: the same step goes on at the new size."""
     parts = to_dict(spec)
     rollout = {key: parts["rollout"][key] for key in ("steps", "analysis")}
-    kept = {key: parts[key] for key in ("model", "engine", "pod", "traffic", "replicas")}
+    kept = {key: parts[key] for key in ("model", "engine", "pod", "traffic")}
     return sha256_hex(canonical_json({**kept, "rollout": rollout}))
 
 
@@ -108,7 +109,7 @@ def warming(turn: Turn, status: Status) -> Turned:
     stop = _stopped(turn, status) or _broken(turn, rollout)
     if stop is not None:
         return abort(turn, status, stop)
-    steps = steps_of(turn.spec)
+    steps = nearest_steps(turn.spec)
     seen = cohorts(turn.seen, rollout.artifact, rollout.started_at)
     if len(seen.warm) >= steps[0].pods:
         return _at_step(turn, status, 0), ()
@@ -124,8 +125,11 @@ def canary(turn: Turn, status: Status) -> Turned:
     stop = _stopped(turn, status) or _broken(turn, rollout)
     if stop is not None:
         return abort(turn, status, stop)
-    steps = steps_of(turn.spec)
-    step = steps[min(rollout.step, len(steps) - 1)]
+    steps = nearest_steps(turn.spec)
+    idx = min(rollout.step, len(steps) - 1)
+    step = steps[idx]
+    rollout = replace(rollout, step=idx, total_steps=len(steps), desired_weight=step.weight_pct)
+    status = replace(status, rollout=rollout)
     seen = cohorts(turn.seen, rollout.artifact, rollout.started_at)
     if not _weight_is_reached(turn, seen, step):
         # A pod was lost, or is not there yet: what was measured under another weight does not count.
@@ -303,7 +307,7 @@ def _broken(turn: Turn, rollout: RolloutStatus) -> Failure | None:
 
 
 def _at_step(turn: Turn, status: Status, idx: int) -> Status:
-    step = steps_of(turn.spec)[idx]
+    step = nearest_steps(turn.spec)[idx]
     rollout = replace(
         _rollout(status),
         step=idx,

@@ -22,6 +22,19 @@ def attainable(replicas: int) -> tuple[Step, ...]:
 
 def steps_of(spec: Spec) -> tuple[Step, ...]:
     """The steps of a rollout. Raises ValueError that names the attainable ones."""
+    steps = nearest_steps(spec)
+    for weight_pct, step in zip(spec.rollout.steps, steps, strict=False):
+        if abs(weight_pct - 100 * step.pods / spec.replicas) > 0.5:
+            names = ", ".join(str(step.weight_pct) for step in _sampled(attainable(spec.replicas)))
+            raise ValueError(
+                f"spec.rollout.steps: {weight_pct} % of {spec.replicas} replicas is "
+                f"{weight_pct * spec.replicas / 100:g} pods; attainable: {names}"
+            )
+    return steps
+
+
+def nearest_steps(spec: Spec) -> tuple[Step, ...]:
+    """The same of a rollout under way, at whatever size it has come to. Raises ValueError with one replica."""
     possible = attainable(spec.replicas)
     if not possible:
         raise ValueError(
@@ -29,19 +42,9 @@ def steps_of(spec: Spec) -> tuple[Step, ...]:
             "spec.recompilation.mode to RecommendOnly or Disabled"
         )
     if not spec.rollout.steps:
-        wanted = sorted({1, spec.replicas // 2})
-        return tuple(possible[pods - 1] for pods in wanted)
-    steps = []
-    for weight_pct in spec.rollout.steps:
-        pods = min(max(1, round(weight_pct * spec.replicas / 100)), spec.replicas - 1)
-        if abs(weight_pct - 100 * pods / spec.replicas) > 0.5:
-            names = ", ".join(str(step.weight_pct) for step in _sampled(possible))
-            raise ValueError(
-                f"spec.rollout.steps: {weight_pct} % of {spec.replicas} replicas is "
-                f"{weight_pct * spec.replicas / 100:g} pods; attainable: {names}"
-            )
-        steps.append(Step(weight_pct, pods))
-    return tuple(steps)
+        return tuple(possible[pods - 1] for pods in sorted({1, spec.replicas // 2}))
+    wanted = (round(weight_pct * spec.replicas / 100) for weight_pct in spec.rollout.steps)
+    return tuple(possible[min(max(1, pods), spec.replicas - 1) - 1] for pods in wanted)
 
 
 def _sampled(possible: tuple[Step, ...], most: int = 20) -> tuple[Step, ...]:

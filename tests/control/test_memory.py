@@ -113,6 +113,7 @@ WRONG = [
     ({"model_digest": "d" * 64}, "made for model"),
     ({"engine_version": "0.9"}, "made for engine 0.9"),
     ({"dtype": "bfloat16"}, "made for dtype bfloat16"),
+    ({"device": "NVIDIA H200"}, "made for device NVIDIA H200, the pods have no GPU"),
 ]
 
 

@@ -325,6 +325,23 @@ def test_disabled_watches_and_does_nothing(story):
     assert (s.condition("Recompiling").status, s.condition("Recompiling").reason) == ("False", "Disabled")
 
 
+GPU = {"pod": {"resources": {"limits": {"nvidia.com/gpu": 1}}}}
+
+
+def test_pods_on_a_gpu_are_not_searched_for_and_get_nothing_made_for_a_cpu(story, names):
+    s = story({**GPU, "recompilation": {"triggerToken": "now"}})
+    s.add_artifact(names[0])
+    s.establish()
+    s.drift()
+    s.run(10)
+    assert not s.runs and s.condition("Recompiling").reason == "UnsupportedDevice"
+    s.change({"rollout": {"artifact": names[0]}})
+    s.run(2)
+    offered = s.condition("CandidateAvailable")
+    assert offered.reason == "Incompatible" and "cpu: simulated, the pods have a GPU" in offered.message
+    assert s.canary is None
+
+
 def test_suspend_starts_nothing_and_resuming_does(story):
     s = story({"suspend": True}, scripts=[])
     s.establish()

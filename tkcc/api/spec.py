@@ -116,6 +116,10 @@ class PodSettings:
     runtime_class_name: str = Field(default="", max_length=253)
     priority_class_name: str = Field(default="", max_length=253)
 
+    @property
+    def has_gpu(self) -> bool:
+        return "nvidia.com/gpu" in self.resources.limits
+
 
 @dataclass(frozen=True, config=BORDER)
 class RecordingSpec:

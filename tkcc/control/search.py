@@ -53,6 +53,8 @@ def brake(turn: Turn, status: Status, *, forced: bool) -> Brake | None:
         return Brake("Disabled", "spec.recompilation.mode is Disabled")
     if spec.suspend:
         return Brake("Suspended", "spec.suspend is true")
+    if spec.pod.has_gpu:
+        return Brake("UnsupportedDevice", "the pods ask for a GPU, and runs measure on the CPU alone")
     if not stable_plans(status):
         return Brake("BaselineEstablishing", "no plan yet: the first full window of traffic becomes one")
     today = runs_of_the_day(recompilation, now)

@@ -444,7 +444,7 @@ class World:
             params={},
             model_digest=MODEL_DIGEST,
             engine_version=ENGINE_VERSION,
-            device="simulated",
+            device="cpu: simulated",
             dtype=self.spec.engine.dtype.value,
             workload=workload,
             workload_digest=workload.digest,

@@ -107,6 +107,8 @@ def incompatibility(turn: Turn, artifact: str) -> str:
             return f"made for engine {manifest.engine_version}, the pods run {pod.engine_version}"
     if manifest.dtype != turn.spec.engine.dtype.value:
         return f"made for dtype {manifest.dtype}, spec.engine.dtype is {turn.spec.engine.dtype.value}"
+    if manifest.device.startswith("cpu") == turn.spec.pod.has_gpu:
+        return f"made for device {manifest.device}, the pods have {'a GPU' if turn.spec.pod.has_gpu else 'no GPU'}"
     return ""
 
 

@@ -109,10 +109,6 @@ def resources(pod: PodSettings) -> JsonObject:
     return {kind: {name: str(amount) for name, amount in amounts.items()} for kind, amounts in kinds.items() if amounts}
 
 
-def has_gpu(pod: PodSettings) -> bool:
-    return "nvidia.com/gpu" in pod.resources.limits
-
-
 def pod_template(
     *,
     labels: Mapping[str, str],

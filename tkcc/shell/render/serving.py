@@ -20,7 +20,6 @@ from tkcc.shell.render.pod import (
     ARTIFACT_DIR,
     engine_env,
     engine_volumes,
-    has_gpu,
     model_path,
     pod_template,
     resources,
@@ -140,7 +139,7 @@ def _serve_args(spec: Spec, settings: Settings, artifact: str) -> list[str]:
     args = ["serve", "--model", model_path(spec.model), "--wait-for-model", "--served-model-name", spec.model.name]
     args += ["--host", "0.0.0.0", "--port", str(SERVING_PORT), "--admin-port", str(ADMIN_PORT)]
     args += ["--dtype", spec.engine.dtype]
-    args += ["--device", "cuda"] if has_gpu(spec.pod) else []
+    args += ["--device", "cuda"] if spec.pod.has_gpu else []
     args += ["--threads", str(spec.engine.threads)] if spec.engine.threads else []
     args += ["--record", str(recording.max_requests)] if recording.enabled else []
     args += ["--drain-accept-s", str(settings.drain.accept_s), "--drain-finish-s", str(settings.drain.finish_s)]

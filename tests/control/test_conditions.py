@@ -183,14 +183,15 @@ def test_a_pod_that_runs_another_artifact_is_not_ready(story):
     assert told(status)["Ready"][0] == "False"
 
 
-def test_an_error_of_the_operator_is_shown_and_goes(story):
-    s = story()
+def test_an_artifact_that_was_deleted_while_it_serves_is_named(story, names):
+    s = story().promoted(names[0])
+    kept = s.world.artifacts.pop(names[0])
     s.run(2)
-    seen = replace(s.world.observe(), operator_error="Deployment demo-stable: 422: bad image")
-    _, status = reconcile(s.spec, s.status, seen)
-    assert told(status)["Degraded"] == ("True", "OperatorError")
-    s.world.status = status
-    s.tick()
+    degraded = s.condition("Degraded")
+    assert (degraded.status, degraded.reason) == ("True", "ArtifactMissing")
+    assert f"tkcc-artifact-{names[0][:16]}" in degraded.message
+    s.world.artifacts[names[0]] = kept
+    s.run(1)
     assert told(s.status)["Degraded"][0] == "False"
 
 

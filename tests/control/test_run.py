@@ -84,6 +84,8 @@ def succeeded(status):
         ("a tier that keeps dying", {"tiers": fast_tier(True, MAX_TIER_RESTARTS, "OOMKilled")}, BROKEN),
         ("a tier may take its time", {"minute": 4, "tiers": fast_tier(False, 0, "ContainerCreating")}, RUNNING),
         ("a tier that cannot start", {"minute": 6, "tiers": fast_tier(False, 0, "ImagePullBackOff")}, BROKEN),
+        ("a worker may take its time", {"minute": 4, "worker_problem": "ErrImagePull"}, RUNNING),
+        ("a worker that cannot start", {"minute": 6, "worker_problem": "ErrImagePull"}, ("False", "Failed")),
     ],
 )  # fmt: skip
 def test_how_it_ends(case, fields, want):
@@ -95,6 +97,11 @@ def test_how_it_ends(case, fields, want):
         [told] = actions
         assert isinstance(told, EmitEvent) and status.finished_at is not None
         assert reconcile_run(SPEC, status, seen(**fields)) == ((EnsureRunTornDown(),), status)
+
+
+def test_a_worker_that_has_begun_is_waited_for():
+    _, status = reconcile_run(SPEC, RunStatus(tier="fast"), seen(6, worker_problem="0/3 nodes are available"))
+    assert succeeded(status) == RUNNING
 
 
 def test_what_was_found_is_shown():

@@ -191,6 +191,10 @@ async def test_a_found_artifact_is_made_immutable_goes_into_service_and_the_run_
     assert artifact["metadata"]["ownerReferences"][0]["name"] == "llama"
     assert b'tkcc_recompilation_runs_total{name="llama"' in _page(world)
     await until_gone(world, owned_by_run(name), world.turn)
+    await world.admin.delete(CONFIG_MAP, namespace, artifact_name(digest))
+    await world.turn()
+    again = await world.admin.get(CONFIG_MAP, namespace, artifact_name(digest))
+    assert again and again["data"] == artifact["data"], "pods that start anew need it"
     assert await data_of(world, f"{name}-traffic") and await data_of(world, f"{name}-result")
     assert await world.runs.turn(world.key(name)) is None, "an ended run needs no more turns"
 

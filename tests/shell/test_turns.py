@@ -228,6 +228,12 @@ async def test_an_artifact_goes_through_the_canary_into_service(world: World, ku
     events = await world.admin.list(EVENT, world.namespace)
     reasons = {event["reason"] for event in events if event["involvedObject"]["name"] == "llama"}
     assert {"CanaryStarted", "CandidatePromoted"} <= reasons
+    await world.apply(replicas=2, **QUICK)  # it serves on, and nothing but the status names it
+    await world.turn()
+    assert (await world.condition("Degraded")).status == "False"
+    await world.admin.delete(CONFIG_MAP, world.namespace, f"tkcc-artifact-{digest[:16]}")
+    await world.turn()
+    assert (await world.condition("Degraded")).reason == "ArtifactMissing"
 
 
 async def test_a_wrong_canary_never_gets_traffic(world: World, kubelet):

@@ -4,6 +4,7 @@ Messages name numbers and absolute times, so that they change when something doe
 """
 
 from tkcc.api.condition import Condition, ConditionStatus, ConditionType, find_condition, set_condition
+from tkcc.api.fields import BASELINE
 from tkcc.api.report import Verdict
 from tkcc.api.spec import Mode
 from tkcc.api.status import Phase, RolloutStatus, Status
@@ -266,9 +267,10 @@ def _healthy(status: Status) -> Told:
 
 
 def _degraded(turn: Turn, status: Status) -> Told:
-    if turn.seen.operator_error:
-        return TRUE, "OperatorError", turn.seen.operator_error
-    rollout = status.rollout
+    rollout, artifact = status.rollout, status.stable.artifact
+    if artifact != BASELINE and turn.manifest(artifact) is None:
+        text = f"ConfigMap tkcc-artifact-{artifact[:16]} does not exist: pods that start anew cannot"
+        return TRUE, "ArtifactMissing", f"{text}; create it again, or set spec.rollout.artifact to {BASELINE}"
     if rollout is not None and status.phase is Phase.PROMOTING and rollout.abort_reason:
         return TRUE, "PartialReplicas", rollout.abort_message
     ready = len(in_service(turn.seen.stable)) + len(in_service(turn.seen.canary))

@@ -118,7 +118,6 @@ class Observed:
     missing: tuple[MissingReference, ...] = ()
     scrape_errors: tuple[str, ...] = ()  # of the last round, one a pod that could not be read
     watched_since: datetime | None = None  # since when turns have followed each other without a break
-    operator_error: str = ""  # why the turn before this one failed
 
 
 @dataclass(frozen=True)
@@ -142,6 +141,7 @@ class RunObserved:
     created_at: datetime
     tiers: tuple[TierSeen, ...] = ()
     job_exists: bool = False
+    worker_problem: str = ""  # why the Job's pod cannot run, as of a tier's
     job_failed: str = ""  # message of its Failed condition
     job_succeeded: bool = False
     leftovers: bool = False  # Job, tiers or token still exist

@@ -15,7 +15,7 @@ from tkcc.control.turn import clock, short_name
 
 # The worker counts from its own start, and a decision that it has begun, with the sizing of its gain, is ended.
 BUDGET_GRACE = timedelta(minutes=8)
-TIER_START_LIMIT = timedelta(minutes=5)  # a tier that cannot even start by then never will
+START_LIMIT = timedelta(minutes=5)  # a pod that cannot even start by then never will
 MAX_TIER_RESTARTS = 5
 
 _FAST, _SLOW = "FastTierRunning", "SlowTierRunning"
@@ -31,7 +31,7 @@ def reconcile_run(spec: RunSpec, status: RunStatus, seen: RunObserved) -> tuple[
     """What to make true now, and what to remember. Fields that the worker writes are passed on as they are."""
     if has_ended(status):
         return ((EnsureRunTornDown(),) if seen.leftovers else ()), status
-    end = _end(spec, seen)
+    end = _end(spec, status, seen)
     if end is not None:
         return _ended(status, seen, end)
     conditions = status.conditions
@@ -56,7 +56,7 @@ def has_ended(status: RunStatus) -> bool:
     return succeeded is not None and succeeded.status is not ConditionStatus.UNKNOWN
 
 
-def _end(spec: RunSpec, seen: RunObserved) -> _End | None:
+def _end(spec: RunSpec, status: RunStatus, seen: RunObserved) -> _End | None:
     if seen.result is not None:
         result = seen.result
         if result.outcome is RunOutcome.SEARCH_SUCCEEDED and (
@@ -75,12 +75,14 @@ def _end(spec: RunSpec, seen: RunObserved) -> _End | None:
     late = seen.created_at + spec.budget.max_duration + BUDGET_GRACE
     if seen.now > late:
         return _End(RunOutcome.BUDGET_EXHAUSTED, f"no result by {clock(late)}")
-    return _broken_tier(spec, seen)
+    return _broken_pod(spec, status, seen)
 
 
-def _broken_tier(spec: RunSpec, seen: RunObserved) -> _End | None:
-    """A tier that cannot start, or keeps dying. One death is nothing: the worker resumes."""
-    limit = min(TIER_START_LIMIT, spec.budget.max_duration / 2)
+def _broken_pod(spec: RunSpec, status: RunStatus, seen: RunObserved) -> _End | None:
+    """A worker that cannot begin, a tier that cannot start or keeps dying. One death is nothing: the worker resumes."""
+    limit = min(START_LIMIT, spec.budget.max_duration / 2)
+    if seen.worker_problem and not status.tier and seen.now > seen.created_at + limit:
+        return _End(RunOutcome.FAILED, f"the worker cannot run: {seen.worker_problem}")
     for tier in seen.tiers:
         if tier.restarts >= MAX_TIER_RESTARTS:
             last = tier.last_words or tier.problem or "unknown"

@@ -5,6 +5,7 @@ from typing import assert_never
 
 from tkcc.api.codec import from_dict
 from tkcc.api.condition import Condition, ConditionStatus, RunConditionType, set_condition
+from tkcc.api.fields import BASELINE
 from tkcc.api.run import RunSpec, RunStatus
 from tkcc.control.actions import (
     Action,
@@ -17,6 +18,7 @@ from tkcc.control.actions import (
     EnsureRunEnded,
     EnsureRunGone,
     EnsureService,
+    EnsureSize,
     EnsureStable,
     EnsureWeight,
 )
@@ -61,7 +63,7 @@ class Applier:
                 if settings.network_policies:
                     await own.apply(render.network_policy(owner, settings))
             case EnsureStable(artifact, replicas):
-                await memory.held.hold(artifact)
+                await self._hold(artifact, world, memory)
                 try:
                     await own.apply(render.deployment(owner, spec, settings, STABLE, artifact, replicas))
                 except Invalid:
@@ -70,9 +72,11 @@ class Applier:
                     raise
             case EnsureCanary(artifact, replicas):
                 if replicas > 0:
-                    await memory.held.hold(artifact)
+                    await self._hold(artifact, world, memory)
                 if replicas > 0 or world.seen.canary is not None:
                     await own.apply(render.deployment(owner, spec, settings, CANARY, artifact, replicas))
+            case EnsureSize(role, replicas):
+                await self._ensure_size(owner, role, replicas)
             case EnsureWeight(_, pods):
                 await self._ensure_in_service(world, frozenset(pods))
             case EnsureProbed(pods, after):
@@ -92,6 +96,14 @@ class Applier:
                 raise AssertionError("events are posted after the status was written")
             case _:
                 assert_never(action)
+
+    async def _hold(self, artifact: str, world: World, memory: Memory) -> None:
+        """Before pods mount it. One that was deleted is made again while the run that found it is kept."""
+        if artifact != BASELINE and all(have.digest != artifact for have in world.seen.artifacts):
+            for run in world.seen.runs:
+                if run.result and run.result.artifact == run.source_digest == artifact:
+                    await self._ensure_artifact(world.owner, artifact, run.name)
+        await memory.held.hold(artifact)
 
     async def _ensure_size(self, owner: Owner, role: str, replicas: int) -> None:
         """Of a template that is refused this much can be done: pods that serve, of the one before."""

@@ -84,7 +84,7 @@ class Observer:
             stable=by_role.get(STABLE),
             canary=by_role.get(CANARY),
             runs=await self._runs(owner, runs, memory),
-            artifacts=await self._artifacts(owner, spec, memory),
+            artifacts=await self._artifacts(owner, {spec.rollout.artifact, status.stable.artifact}, memory),
             samples=memory.samples,
             requests=memory.requests,
             probes=memory.prober.seen,
@@ -125,15 +125,14 @@ class Observer:
         memory.results.keep({meta["uid"] for meta in metas.values()})
         return tuple(found)
 
-    async def _artifacts(self, owner: Owner, spec: Spec, memory: Memory) -> tuple[ArtifactSeen, ...]:
-        """All of the namespace that are what they claim, and the one that spec names, labelled or not."""
+    async def _artifacts(self, owner: Owner, named: set[str], memory: Memory) -> tuple[ArtifactSeen, ...]:
+        """All of the namespace that are what they claim; those named here are seen, labelled or not."""
         listed = await self._cluster.list(CONFIG_MAP, owner.namespace, {COMPONENT_LABEL: ARTIFACT}, metadata_only=True)
         metas = {item["metadata"]["name"]: item["metadata"] for item in listed}
-        wanted = spec.rollout.artifact
-        if wanted not in ("", BASELINE) and artifact_name(wanted) not in metas:
-            have = await self._cluster.get(CONFIG_MAP, owner.namespace, artifact_name(wanted))
+        for name in {artifact_name(digest) for digest in named - {"", BASELINE}} - metas.keys():
+            have = await self._cluster.get(CONFIG_MAP, owner.namespace, name)
             if have:
-                metas[have["metadata"]["name"]] = have["metadata"]
+                metas[name] = have["metadata"]
         values = [await memory.artifacts.value(meta) for meta in metas.values()]
         memory.artifacts.keep({meta["uid"] for meta in metas.values()})
         return tuple(value for value in values if value)

@@ -63,18 +63,20 @@ class Runs:
         result = see.result((result_map or {}).get("data") or {})
         workers = [pod for pod in pods if not _tier_of(pod)]
         succeeded, failed = see.job_end(job, workers) if job else (False, "")
+        now = datetime.now(UTC)
         seen = RunObserved(
-            now=datetime.now(UTC),
+            now=now,
             name=owner.name,
             generation=obj["metadata"]["generation"],
             created_at=see.when(obj["metadata"]["creationTimestamp"]),
             tiers=tuple(
-                see.tier(tier, have, [pod for pod in pods if _tier_of(pod) == tier])
+                see.tier(tier, have, [pod for pod in pods if _tier_of(pod) == tier], now)
                 for tier in TIERS
                 for have in deployments
                 if _tier_of(have) == tier
             ),
             job_exists=job is not None,
+            worker_problem=see.problem(workers, now),
             job_failed=failed,
             job_succeeded=succeeded,
             leftovers=bool(deployments or job or secret),

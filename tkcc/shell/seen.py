@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 
 from tkcc.api.candidate import Artifact, candidate_digest, parse_artifact
 from tkcc.api.codec import from_dict, from_json
@@ -13,6 +13,7 @@ from tkcc.shell.render.names import ARTIFACT_ANNOTATION, SERVING_LABEL
 from tkcc.shell.scrape import Reading
 
 _ORDINARY_WAITS = ("ContainerCreating", "PodInitializing")
+MOUNT_LIMIT = timedelta(minutes=2)  # for volumes to be attached; what takes longer is in somebody's way
 
 
 @dataclass(frozen=True)
@@ -126,17 +127,30 @@ def artifact(obj: JsonObject, owner_uid: str) -> ArtifactSeen:
     return ArtifactSeen(manifest.digest, manifest, is_controlled_by(obj, owner_uid), created_at)
 
 
-def tier(name: str, deployment: JsonObject, pods: Iterable[JsonObject]) -> TierSeen:
-    live = (have for have in pods if "deletionTimestamp" not in have["metadata"] and not has_ended(have))
+def tier(name: str, deployment: JsonObject, pods: Iterable[JsonObject], now: datetime) -> TierSeen:
+    live = [have for have in pods if _is_live(have)]
     statuses = [have.get("status", {}) for have in live]
-    problems = [problem for status in statuses if (problem := _waiting(status) or _unschedulable(status))]
     return TierSeen(
         name=name,
         is_ready=deployment.get("status", {}).get("readyReplicas", 0) >= 1,
         restarts=sum(_restarts(status) for status in statuses),
-        problem=problems[0] if problems else "",
+        problem=problem(live, now),
         last_words=next((words for status in statuses if (words := _last_words(status))), ""),
     )
+
+
+def problem(pods: Iterable[JsonObject], now: datetime) -> str:
+    """Why the first of these that cannot run cannot, or ""."""
+    live = (have for have in pods if _is_live(have))
+    found = (
+        _waiting(have.get("status", {})) or _unschedulable(have.get("status", {})) or _unmounted(have, now)
+        for have in live
+    )
+    return next((why for why in found if why), "")
+
+
+def _is_live(pod: JsonObject) -> bool:
+    return "deletionTimestamp" not in pod["metadata"] and not has_ended(pod)
 
 
 def job_end(job: JsonObject, pods: Iterable[JsonObject]) -> tuple[bool, str]:
@@ -179,3 +193,20 @@ def _unschedulable(status: JsonObject) -> str:
             message: str = condition.get("message", condition.get("reason", ""))
             return message
     return ""
+
+
+def _unmounted(pod: JsonObject, now: datetime) -> str:
+    """A node makes a pod's sandbox once its volumes are mounted, and before it pulls images. Where that takes long,
+    some volume is missing, or in use on another node; which one, only an Event of the node tells."""
+    for condition in pod.get("status", {}).get("conditions", []):
+        if condition["type"] == "PodReadyToStartContainers" and condition["status"] == "False":
+            since = when(condition["lastTransitionTime"])
+            if now - since > MOUNT_LIMIT:
+                return f"its volumes are not mounted since {since:%H:%M:%S}: {', '.join(_mounted(pod))}"
+    return ""
+
+
+def _mounted(pod: JsonObject) -> list[str]:
+    sources = (("persistentVolumeClaim", "claimName"), ("configMap", "name"), ("secret", "secretName"))
+    volumes = pod["spec"].get("volumes", [])
+    return [f"{kind} {volume[kind][key]}" for kind, key in sources for volume in volumes if kind in volume]

@@ -192,10 +192,16 @@ def test_traffic_leaves_a_canary_whose_spec_cannot_be_rendered_any_more(story, n
     s.add_artifact(other)
     s.change({"rollout": {"artifact": other}})
     s.run(10, lambda s: s.world.weight_pct == 25)
+    before = s.world.stable.template
     s.change({"engine": {"dtype": "bfloat16"}})
-    s.run(5)
+    s.tick()
     assert (s.status.phase, s.world.weight_pct) == (Phase.ROLLING_BACK, 0)
-    s.change({"engine": {"dtype": "float32"}})
+    s.run(5)
+    assert (s.world.stable.template, s.condition("Ready").status, s.world.canary.replicas) == (before, "True", 0)
+    s.change({"replicas": 6})
+    s.run(2)
+    assert s.world.stable.replicas == 6, "an autoscaler's word counts all the same"
+    s.change({"engine": {"dtype": "float32"}, "replicas": 4})
     s.run(30, lambda s: s.status.stable.artifact == other)
 
 

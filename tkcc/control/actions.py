@@ -33,6 +33,14 @@ class EnsureCanary:
 
 
 @dataclass(frozen=True)
+class EnsureSize:
+    """The Deployment of this role has `replicas` pods, of the template that it has: for a spec that renders none."""
+
+    role: str  # "stable" or "canary"
+    replicas: int
+
+
+@dataclass(frozen=True)
 class EnsureWeight:
     """Exactly the canary pods named here are in service (label tkcc.dev/serving: "true"); all others of the canary are
     taken out of it. `weight_pct` is the share this makes, for people."""
@@ -107,6 +115,7 @@ Action = (
     EnsureService
     | EnsureStable
     | EnsureCanary
+    | EnsureSize
     | EnsureWeight
     | EnsureProbed
     | EnsureRun

@@ -8,7 +8,15 @@ from datetime import datetime
 
 from tkcc.api.spec import Spec
 from tkcc.api.status import Phase, RolloutStatus, Status
-from tkcc.control.actions import Action, EnsureCanary, EnsureProbed, EnsureService, EnsureStable, EnsureWeight
+from tkcc.control.actions import (
+    Action,
+    EnsureCanary,
+    EnsureProbed,
+    EnsureService,
+    EnsureSize,
+    EnsureStable,
+    EnsureWeight,
+)
 from tkcc.control.cohort import Cohorts, cohorts
 from tkcc.control.steps import nearest_steps
 from tkcc.control.turn import Turn, is_rolled_out, live_pods
@@ -16,10 +24,9 @@ from tkcc.control.turn import Turn, is_rolled_out, live_pods
 
 def place(turn: Turn, before: Phase, status: Status) -> tuple[Action, ...]:
     """`before` is the phase that the turn began with."""
-    if not turn.acceptance.may_serve:
-        # Nothing can be rendered, but traffic can leave a canary whose rollout has ended.
-        return () if status.phase is Phase.PROMOTING else _traffic_away(turn)
     rollout = status.rollout
+    if not turn.acceptance.may_serve:
+        return () if status.phase is Phase.PROMOTING else _without_template(turn, keep_pods=status.phase is not before)
     match status.phase:
         case Phase.SERVING | Phase.RECOMPILING:
             return _only_stable(turn, status)
@@ -44,6 +51,17 @@ def _only_stable(turn: Turn, status: Status, *, keep_pods: bool = False) -> tupl
     if canary is not None and canary.replicas > 0 and not keep_pods:
         gone = (EnsureCanary(canary.artifact, 0),)
     return (*_traffic_away(turn), EnsureService(), EnsureStable(status.stable.artifact, turn.spec.replicas), *gone)
+
+
+def _without_template(turn: Turn, *, keep_pods: bool) -> tuple[Action, ...]:
+    """The same of a spec that renders no pod: those that are there can still be more or fewer."""
+    stable, canary = turn.seen.stable, turn.seen.canary
+    sizes = []
+    if stable is not None and stable.replicas != turn.spec.replicas:
+        sizes.append(EnsureSize("stable", turn.spec.replicas))
+    if canary is not None and canary.replicas > 0 and not keep_pods:
+        sizes.append(EnsureSize("canary", 0))
+    return (*_traffic_away(turn), *sizes)
 
 
 def _traffic_away(turn: Turn) -> tuple[Action, ...]:

@@ -369,6 +369,11 @@ class World:
             case act.EnsureCanary(artifact, replicas):
                 if self.canary is not None or replicas:
                     self.canary = self._ensured(self.canary, "canary", artifact, artifact, replicas)
+            case act.EnsureSize(role, replicas):
+                deployment = {"stable": self.stable, "canary": self.canary}[role]
+                assert deployment is not None, "only what is there"
+                deployment.replicas = replicas
+                self._settle(deployment)
             case act.EnsureWeight(_, pods):
                 for pod in self.canary.pods if self.canary else ():
                     pod.in_service = pod.name in pods

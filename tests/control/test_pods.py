@@ -41,6 +41,17 @@ def test_evicted_stable_pods_are_not_waited_for(story, names):
     assert s.status.previous.artifact == BASELINE
 
 
+def test_a_pod_that_was_replaced_between_two_looks_begins_the_measurement_anew(story, names):
+    """Its counter of requests went with it: the share of traffic would be wrong for the rest of the step."""
+    s = in_canary(story, names)
+    before = s.status.rollout.measured_since
+    for pod in s.world.stable.pods:
+        pod.name, pod.started = f"{pod.name}-anew", 0
+    s.tick()
+    assert s.status.rollout.measured_since > before and s.status.rollout.measurement == 0
+    s.run(30, lambda s: s.status.stable.artifact == names[0])
+
+
 @pytest.mark.parametrize("lost", [1, 4], ids=["one pod", "all pods"])
 @pytest.mark.parametrize("back", ["baseline", "previous"])
 def test_the_way_back_is_open_while_stable_is_broken(story, names, back, lost):

@@ -264,12 +264,19 @@ def test_the_runbook_names_every_metric_every_alert_every_condition_and_every_en
     assert not [outcome for outcome in RunOutcome if f"`{outcome}`" not in text]
 
 
-def test_the_alerts_are_rules_that_prometheus_accepts():
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["check", "rules", CHART / "files" / "alerts.yaml"],
+        ["test", "rules", Path(__file__).parent / "alerts_test.yaml"],
+    ],
+    ids=["they are rules", "they fire when they should"],
+)
+def test_the_alerts_as_prometheus_reads_them(argv: list[Any]):
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip("promtool is not installed (Debian's package `prometheus`)")
-    argv = [promtool, "check", "rules", str(CHART / "files" / "alerts.yaml")]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run([promtool, *argv], capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -1,6 +1,7 @@
 """The operator's own metrics. Names, labels and alerts: docs/operator.md.
 
-Gauges show the last turn and go with their object; counters follow what was decided, not how often it was looked at.
+Gauges show the last turn and go with their object, or with the lease; counters follow what was decided, not how often
+it was looked at, and begin at 0: the increase of a series that is born with its first event is none.
 """
 
 import platform
@@ -10,15 +11,17 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from tkcc import __version__
 from tkcc.api.condition import ConditionStatus, ConditionType, RunConditionType, find_condition
-from tkcc.api.run import RunStatus
+from tkcc.api.run import RunOutcome, RunStatus
 from tkcc.api.status import Phase, Status
 from tkcc.control.actions import EmitEvent
 from tkcc.control.observed import Observed
+from tkcc.kube.resources import INFERENCE_DEPLOYMENT, RECOMPILATION_RUN
 from tkcc.shell.drive import Key, TurnResult
 
 _TURN_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _RUN_BUCKETS_S = (30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400)
 _OBJECT = ("namespace", "name")
+_PROMOTED, _ROLLED_BACK = "promoted", "rolled_back"  # values of the label `result` of tkcc_rollouts_total
 
 
 class Metrics:
@@ -42,6 +45,9 @@ class Metrics:
         self.is_leader = Gauge("tkcc_is_leader", "1 while this process holds the lease.", registry=reg)
         build = Gauge("tkcc_build_info", "Always 1.", ("version", "python"), registry=reg)
         build.labels(__version__, platform.python_version()).set(1)
+        for kind in (INFERENCE_DEPLOYMENT.kind, RECOMPILATION_RUN.kind):
+            for result in TurnResult:
+                self.reconciles.labels(kind, result.value)
 
         # One InferenceDeployment
         self.condition = gauge("tkcc_condition", "1 for the status that a condition has.", "type", "status")
@@ -58,6 +64,9 @@ class Metrics:
         )
         self.candidates = counter("tkcc_candidates", "Judged candidates of ended runs.", "outcome")
         self.best_gain = gauge("tkcc_candidate_best_gain_ratio", "Time saved per output token, last run's best, 0-1.")
+        self.awaiting_approval = gauge(
+            "tkcc_rollout_awaiting_approval", "1 while a canary that passed all steps waits for approvedArtifact."
+        )
         self.weight = gauge("tkcc_canary_weight_ratio", "The canary's share of traffic, 0-1.", "kind")
         self.analysis = gauge(
             "tkcc_canary_analysis_result", "1 for the verdict of a metric's last measurement.", "metric", "verdict"
@@ -75,6 +84,7 @@ class Metrics:
     def deployment(self, key: Key, old: Status, new: Status, seen: Observed) -> None:
         """After a turn whose status was written."""
         own = (key.namespace, key.name)
+        self._begin(own)
         self._conditions(own, new)
         for phase in Phase:
             self.phase.labels(*own, phase.value).set(phase is new.phase)
@@ -99,6 +109,15 @@ class Metrics:
             if isinstance(metric, Counter | Gauge | Histogram) and metric._labelnames[:2] == _OBJECT:
                 metric.remove_by_labels({"namespace": key.namespace, "name": key.name})
 
+    def _begin(self, own: tuple[str, str]) -> None:
+        self.drift_detected.labels(*own)
+        for outcome in RunOutcome:
+            self.runs.labels(*own, outcome.value)
+        for verdict in ("accepted", "refused"):
+            self.candidates.labels(*own, verdict)
+        for result in (_PROMOTED, _ROLLED_BACK):
+            self.rollouts.labels(*own, result)
+
     def _conditions(self, own: tuple[str, str], status: Status) -> None:
         for type_ in ConditionType:
             have = find_condition(status.conditions, type_)
@@ -118,6 +137,8 @@ class Metrics:
     def _rollout(self, own: tuple[str, str], old: Status, new: Status, seen: Observed) -> None:
         rollout = new.rollout
         is_under_way = new.phase in (Phase.WARMING, Phase.CANARY, Phase.PROMOTING)
+        is_waiting = rollout is not None and is_under_way and rollout.awaiting_approval
+        self.awaiting_approval.labels(*own).set(is_waiting)
         desired = rollout.desired_weight if rollout and is_under_way else 0
         observed = rollout.observed_weight if rollout and is_under_way else 0
         self.weight.labels(*own, "desired").set(desired / 100)
@@ -129,7 +150,7 @@ class Metrics:
         if not (ended and rollout):
             return
         promoted = old.phase is Phase.PROMOTING
-        self.rollouts.labels(*own, "promoted" if promoted else "rolled_back").inc()
+        self.rollouts.labels(*own, _PROMOTED if promoted else _ROLLED_BACK).inc()
         self.rollout_s.labels(*own).observe((seen.now - rollout.started_at).total_seconds())
         if not promoted:
             self.rollbacks.labels(*own, rollout.abort_reason or "Unknown").inc()

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Iterable
 import httpx
 import pytest
 from kmock import RawHandler, Request
+from prometheus_client import generate_latest
 
 from tests.conftest import refused
 from tests.shell.conftest import SETTINGS
@@ -117,6 +118,14 @@ async def test_a_turn_that_meets_a_bug_of_ours_tells_it(
     monkeypatch.undo()
     await turns.turn(Key("shop", "llama"))
     assert conditions(kmock, "Degraded")[-1]["status"] == "False"
+
+
+async def test_an_object_that_another_operator_looks_after_leaves_no_series(kmock: RawHandler, turns: DeploymentTurns):
+    healthy(kmock)
+    await turns.turn(Key("shop", "llama"))
+    assert b'name="llama"' in generate_latest(turns._metrics.registry)
+    await turns.forget(Key("shop", "llama"))
+    assert b'name="llama"' not in generate_latest(turns._metrics.registry)
 
 
 MAP = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"namespace": "shop", "name": "a"}, "data": {"x": "1"}}

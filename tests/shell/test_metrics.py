@@ -5,11 +5,13 @@ from datetime import UTC, datetime
 
 import pytest
 
+from tests.shell.conftest import SETTINGS
 from tkcc.api.run import RunOutcome
 from tkcc.api.status import Phase, RolloutStatus, Source, Status
 from tkcc.control.observed import Meta, Observed
 from tkcc.shell.drive import Key
 from tkcc.shell.metrics import Metrics
+from tkcc.shell.process import STANDBY_S, Process
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 KEY = Key("shop", "llama")
@@ -58,3 +60,16 @@ def test_a_rollout_that_waits_for_a_person_is_told_from_one_that_hangs(case, pha
     metrics, status = Metrics(), Status(phase=phase, rollout=replace(ROLLOUT, awaiting_approval=waits))
     metrics.deployment(KEY, Status(), status, SEEN)
     assert value(metrics, "tkcc_rollout_awaiting_approval", namespace="shop", name="llama") == want, case
+
+
+async def test_without_the_lease_nothing_is_looked_at_and_what_was_known_is_forgotten():
+    process, forgotten = Process(SETTINGS), []
+
+    async def turn(key: Key) -> float | None:
+        raise AssertionError("another operator's turn")
+
+    async def forget(key: Key) -> None:
+        forgotten.append(key)
+
+    assert await process._gated(turn, forget)(KEY) == STANDBY_S
+    assert forgotten == [KEY]

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 
 import httpx
@@ -77,7 +77,9 @@ class Process:
         )
         deployments, runs = hands(cluster, http, settings, self.metrics, self._wake_deployment)
         self._stack.push_async_callback(deployments.close)
-        self._deployments = Driver(self._gated(deployments.turn), Pace(), self._observer(INFERENCE_DEPLOYMENT.kind))
+        self._deployments = Driver(
+            self._gated(deployments.turn, deployments.forget), Pace(), self._observer(INFERENCE_DEPLOYMENT.kind)
+        )
         self._runs = Driver(self._gated(runs.turn), Pace(), self._observer(RECOMPILATION_RUN.kind))
         await self._server.start(settings.http_port)
         self._lease_task = asyncio.create_task(self._lease.keep(self._on_lease), name="lease")
@@ -124,11 +126,15 @@ class Process:
         if self._deployments:
             self._deployments.wake(key)
 
-    def _gated(self, turn: Turn) -> Turn:
-        """Without the lease nothing is looked at: whoever holds it does. Gaining it wakes all."""
+    def _gated(self, turn: Turn, forget: Callable[[Key], Awaitable[None]] | None = None) -> Turn:
+        """Without the lease nothing is looked at or remembered: whoever holds it does. A change of it wakes all."""
 
         async def gated(key: Key) -> float | None:
-            return await turn(key) if self._lease and self._lease.is_held else STANDBY_S
+            if self._lease and self._lease.is_held:
+                return await turn(key)
+            if forget:
+                await forget(key)
+            return STANDBY_S
 
         return gated
 

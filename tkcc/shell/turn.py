@@ -70,7 +70,7 @@ class DeploymentTurns:
         """Seconds until the next one is due; None once the object has gone or is going."""
         obj = await self._cluster.get(INFERENCE_DEPLOYMENT, key.namespace, key.name)
         if obj is None or "deletionTimestamp" in obj["metadata"]:
-            await self._forget(key)
+            await self.forget(key)
             return None
         status = _status(obj)
         try:
@@ -108,13 +108,20 @@ class DeploymentTurns:
 
     async def close(self) -> None:
         for key in list(self._memories):
-            await self._forget(key)
+            await self.forget(key)
+
+    async def forget(self, key: Key) -> None:
+        """It has gone, or another operator looks after it: what is known here would soon be wrong."""
+        if key in self._memories:
+            _, memory = self._memories.pop(key)
+            await memory.prober.close()
+            self._metrics.forget(key)
 
     async def _memory(self, key: Key, obj: JsonObject) -> Memory:
         owner = Owner.of(obj)
         uid, memory = self._memories.get(key, ("", None))
         if memory is None or uid != owner.uid:  # deleted and made again under the same name: another object
-            await self._forget(key)
+            await self.forget(key)
             memory = Memory(
                 own=Own(self._cluster, owner),
                 held=Artifacts(self._cluster, owner),
@@ -124,12 +131,6 @@ class DeploymentTurns:
             )
             self._memories[key] = (owner.uid, memory)
         return memory
-
-    async def _forget(self, key: Key) -> None:
-        if key in self._memories:
-            _, memory = self._memories.pop(key)
-            await memory.prober.close()
-            self._metrics.forget(key)
 
     async def _tell(self, obj: JsonObject, actions: Iterable[object]) -> None:
         events = [action for action in actions if isinstance(action, EmitEvent)]

@@ -8,6 +8,7 @@ from tkcc.api.status import Plan, Revision, Source, Status
 from tkcc.control import rollout, search
 from tkcc.control.acceptance import wants_adoption
 from tkcc.control.actions import Action, EmitEvent, EventType
+from tkcc.control.drift import tick_of
 from tkcc.control.history import with_plan, without_rolled_back
 from tkcc.control.steps import steps_of
 from tkcc.control.turn import Turn, clock, incompatibility, is_rolled_back, is_whole, live_pods, next_try, revision_of
@@ -95,9 +96,12 @@ def reason_to_wait(turn: Turn, status: Status, candidate: Revision) -> tuple[str
     if _is_way_out(turn, status, candidate):
         return None
     again = next_try(turn, status, candidate.artifact)
-    if again is not None and turn.now < again[1]:
-        text = f"{candidate.name} is tried again, not before {clock(again[1])}: its last rollout proved nothing"
-        return "CoolingDown", f"{text}, {again[0].reason}"
+    if again is not None:
+        why = f"its last rollout proved nothing, {again[0].reason}"
+        if turn.now < again[1]:
+            return "CoolingDown", f"{candidate.name} is tried again, not before {clock(again[1])}: {why}"
+        if not _has_traffic(turn):
+            return "InsufficientSamples", f"{candidate.name} is tried again once there is traffic enough: {why}"
     if not is_whole(turn.seen.stable, status.stable.artifact, spec.replicas):
         return "ReplicasNotReady", f"{candidate.name} waits until all {spec.replicas} stable pods are ready"
     return None
@@ -109,3 +113,12 @@ def _is_way_out(turn: Turn, status: Status, candidate: Revision) -> bool:
     before = {BASELINE, status.previous.artifact if status.previous else BASELINE}
     num_ready = sum(pod.is_ready for pod in live_pods(turn.seen.stable))
     return candidate.source is Source.MANUAL and candidate.artifact in before and num_ready < turn.spec.replicas
+
+
+def _has_traffic(turn: Turn) -> bool:
+    """Would the traffic of the short window give the first step what it needs by its deadline?"""
+    spec, step = turn.spec, steps_of(turn.spec)[0]
+    length = spec.drift.windows.short
+    seen = turn.traffic.window(tick_of(turn.now, spec.drift), length)
+    expected = seen.requests * (spec.rollout.step_deadline / length) * step.pods / spec.replicas
+    return expected >= spec.rollout.analysis.min_requests

@@ -1,11 +1,14 @@
 """Pods that are evicted, cannot be replaced or crash: what becomes of canary and stable, and what a person can do."""
 
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
 
 from tkcc.api.fields import BASELINE
 from tkcc.api.status import Phase
+from tkcc.control.actions import EnsureStable
+from tkcc.control.reconcile import reconcile
 from tkcc.control.simulation import Behaviour, RunScript
 
 MINUTE = timedelta(minutes=1)
@@ -72,6 +75,17 @@ def test_the_way_back_is_open_while_stable_is_broken(story, names, back, lost):
     s.run(5, lambda s: s.status.stable.artifact == wanted and s.status.phase is Phase.SERVING)
     assert s.reasons().count("CanaryStarted") == canaries and "RollbackStarted" in s.reasons()
     assert s.condition("Ready").status == "True" and s.condition("RolloutHealthy").status == "Unknown"
+
+
+def test_the_way_back_is_open_while_stable_does_not_say_what_it_runs(story, names):
+    """Its code shares a process with the admin port: it must not keep a person from taking it out."""
+    s = story().promoted(names[0])
+    s.change({"rollout": {"artifact": BASELINE}})
+    s.tick()
+    seen = s.world.observe()
+    silent = tuple(replace(pod, artifact_digest="", baseline_digest="") for pod in seen.stable.pods)
+    actions, status = reconcile(s.spec, s.status, replace(seen, stable=replace(seen.stable, pods=silent)))
+    assert status.phase is Phase.PROMOTING and EnsureStable(BASELINE, 4) in actions
 
 
 def test_what_never_served_waits_for_a_whole_stable(story, names):

@@ -11,7 +11,17 @@ from tkcc.control.actions import Action, EmitEvent, EventType
 from tkcc.control.drift import tick_of
 from tkcc.control.history import with_plan, without_rolled_back
 from tkcc.control.steps import steps_of
-from tkcc.control.turn import Turn, clock, incompatibility, is_rolled_back, is_whole, live_pods, next_try, revision_of
+from tkcc.control.turn import (
+    Turn,
+    clock,
+    incompatibility,
+    is_rolled_back,
+    is_whole,
+    live_pods,
+    next_try,
+    revision_of,
+    serves,
+)
 
 Turned = tuple[Status, tuple[Action, ...]]
 
@@ -108,11 +118,11 @@ def reason_to_wait(turn: Turn, status: Status, candidate: Revision) -> tuple[str
 
 
 def _is_way_out(turn: Turn, status: Status, candidate: Revision) -> bool:
-    """Somebody names what served before, while stable pods are missing: a canary would have no whole cohort beside it,
-    and may find no room."""
+    """Somebody names what served before, while stable pods are missing or do not say what they run: a canary would have
+    no whole cohort beside it, and may find no room."""
     before = {BASELINE, status.previous.artifact if status.previous else BASELINE}
-    num_ready = sum(pod.is_ready for pod in live_pods(turn.seen.stable))
-    return candidate.source is Source.MANUAL and candidate.artifact in before and num_ready < turn.spec.replicas
+    sound = [p for p in live_pods(turn.seen.stable) if p.is_ready and serves(p, status.stable.artifact)]
+    return candidate.source is Source.MANUAL and candidate.artifact in before and len(sound) < turn.spec.replicas
 
 
 def _has_traffic(turn: Turn) -> bool:

@@ -16,7 +16,17 @@ from tkcc.control.evidence import drift_text
 from tkcc.control.observed import PodSeen
 from tkcc.control.rollout import FORGIVEN
 from tkcc.control.search import brake, wants_drift_run, wants_forced_run
-from tkcc.control.turn import Turn, clock, in_service, is_rolled_out, live_pods, serves, short_name, stable_plans
+from tkcc.control.turn import (
+    Turn,
+    clock,
+    in_service,
+    is_rolled_out,
+    is_undecided,
+    live_pods,
+    serves,
+    short_name,
+    stable_plans,
+)
 
 TRUE, FALSE, UNKNOWN = ConditionStatus.TRUE, ConditionStatus.FALSE, ConditionStatus.UNKNOWN
 Told = tuple[ConditionStatus, str, str]  # status, reason, message
@@ -188,7 +198,8 @@ def _candidate(turn: Turn, status: Status) -> Told:
         return (FALSE if reason == "Incompatible" else TRUE), reason, f"{what}: {message}"
     if status.rolled_back:
         last = status.rolled_back[-1]
-        text = f"{short_name(last.artifact)} was rolled back at {clock(last.at)}, {last.reason}; it is not picked again"
+        again = "it may be picked again" if is_undecided(last) else "it is not picked again"
+        text = f"{short_name(last.artifact)} was rolled back at {clock(last.at)}, {last.reason}; {again}"
         return FALSE, "RolledBack", text
     return FALSE, "None", "no candidate waits for a rollout"
 

@@ -40,7 +40,8 @@ def _lines(process: "subprocess.Popen[str]", deadline_s: float) -> Iterator[str]
     timer.start()
     try:
         assert process.stdout
-        yield from process.stdout
+        while line := process.stdout.readline():
+            yield line
     finally:
         timer.cancel()
 

@@ -1,11 +1,12 @@
 """The offline search: finds a planted optimum, never repeats itself, and is replayed by its seed and the verdicts."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from tkcc.agents.compose import Genes
-from tkcc.agents.proposer import Context
+from tkcc.agents.proposer import Cell, Context
 from tkcc.agents.scripted import ScriptedProposer, ScriptError
 from tkcc.agents.search import OfflineProposer, genes_of
 from tkcc.api.candidate import Candidate
@@ -102,6 +103,13 @@ def _proposed(context: Context, limit: int) -> list[Candidate]:
         found.append(candidate)
         proposer.observe(verdict(candidate, planted(genes_of(candidate))))
     return found
+
+
+@pytest.mark.parametrize("decode_ratio, first", [(0.8, "native-decode"), (0.3, "native-prefill")])
+def test_the_phase_with_most_of_the_time_comes_first(decode_ratio: float, first: str) -> None:
+    cells = (Cell("decode", 1, 1, 100, decode_ratio), Cell("prefill", 1, 200, 200, 1 - decode_ratio))
+    found = OfflineProposer(0).propose(replace(CPU, cells=cells, dtype="bfloat16"))
+    assert found is not None and found.operators == (first,)
 
 
 def test_a_script_is_read_in_the_order_of_its_names(tmp_path) -> None:

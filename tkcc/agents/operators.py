@@ -1,7 +1,8 @@
 """Rewrite operators: named moves on the genes of a composed forward pass, each with the reason why it may pay.
 
 An operator applies only where the result differs; whether it pays is measured, never assumed. Order is a prior: what
-moves most of the time on most machines comes first.
+moves most of the time on most machines comes first, and what touches only the phase that has less of the workload's
+time somewhat later.
 """
 
 from collections.abc import Callable
@@ -17,6 +18,7 @@ class Operator:
     hypothesis: str
     rewrite: Callable[[Genes], Genes]
     is_possible: Callable[[Context], bool]
+    phase: str = ""  # "decode" or "prefill" where it touches that one alone
 
     def apply(self, genes: Genes) -> Genes | None:
         """The rewritten genes; None where the rewrite changes nothing."""
@@ -37,8 +39,10 @@ def _native_in(dtype: str) -> Callable[[Context], bool]:
     return lambda context: _native_is_possible(context) and context.dtype == dtype
 
 
-def _set(name: str, hypothesis: str, is_possible: Callable[[Context], bool], **genes: object) -> Operator:
-    return Operator(name, hypothesis, lambda g: replace(g, **genes), is_possible)  # type: ignore[arg-type]
+def _set(
+    name: str, hypothesis: str, is_possible: Callable[[Context], bool], *, phase: str = "", **genes: object
+) -> Operator:
+    return Operator(name, hypothesis, lambda g: replace(g, **genes), is_possible, phase)  # type: ignore[arg-type]
 
 
 OPERATORS: tuple[Operator, ...] = (
@@ -48,6 +52,7 @@ OPERATORS: tuple[Operator, ...] = (
         " of few rows stream packed weights instead of calling a matrix library",
         _native_is_possible,
         decode="native",
+        phase="decode",
     ),
     _set(
         "native-prefill",
@@ -55,6 +60,7 @@ OPERATORS: tuple[Operator, ...] = (
         " bfloat16 two products an instruction, summed in float32",
         _native_is_possible,
         prefill="native",
+        phase="prefill",
     ),
     _set(
         "bf16-weights",
@@ -68,6 +74,7 @@ OPERATORS: tuple[Operator, ...] = (
         "steps of few rows wait for memory, not for products: their inputs can stay in float32",
         _native_in("bfloat16"),
         dot_rows=8,
+        phase="decode",
     ),
     _set(
         "packed-linear",
@@ -80,8 +87,20 @@ OPERATORS: tuple[Operator, ...] = (
     _set(
         "huge-pages", "weights in 2 MiB pages: fewer address translations while they stream", _on_cpu, huge_pages=True
     ),
-    _set("row-block-48", "fewer rows at a time: activations stay in the inner cache", _on_cpu, row_block=48),
-    _set("row-block-192", "more rows at a time: weights pass the cache less often", _on_cpu, row_block=192),
+    _set(
+        "row-block-48",
+        "fewer rows at a time: activations stay in the inner cache",
+        _on_cpu,
+        row_block=48,
+        phase="prefill",
+    ),
+    _set(
+        "row-block-192",
+        "more rows at a time: weights pass the cache less often",
+        _on_cpu,
+        row_block=192,
+        phase="prefill",
+    ),
     _set("prefetch-none", "the hardware's prefetcher alone: fewer instructions", _on_cpu, prefetch_bytes=0),
     _set("prefetch-far", "weights asked for 8 KiB ahead: more reads in flight", _on_cpu, prefetch_bytes=8192),
     _set("chunk-64", "context in chunks of 64: scores and keys stay in the innermost cache", _on_cpu, chunk=64),
@@ -92,12 +111,13 @@ OPERATORS: tuple[Operator, ...] = (
         lambda _: True,
         compile=True,
     ),
-    _set("torch-decode", "decode in torch operations after all", lambda _: True, decode="torch"),
+    _set("torch-decode", "decode in torch operations after all", lambda _: True, decode="torch", phase="decode"),
     _set(
         "torch-prefill",
         "prefill in torch operations after all: the library's product may win",
         lambda _: True,
         prefill="torch",
+        phase="prefill",
     ),
     _set(
         "f32-weights",
@@ -112,3 +132,14 @@ OPERATORS: tuple[Operator, ...] = (
         dot_rows=1,
     ),
 )
+
+
+LATER = 2.5  # places, for an operator of the lighter phase
+
+
+def by_promise(context: Context) -> list[Operator]:
+    """Those that are possible, the most promising first."""
+    share = {phase: sum(c.weight_ratio for c in context.cells if c.phase == phase) for phase in ("decode", "prefill")}
+    lighter = "decode" if share["decode"] < share["prefill"] else "prefill"
+    places = {o.name: i + LATER * (o.phase == lighter) for i, o in enumerate(OPERATORS)}
+    return sorted((o for o in OPERATORS if o.is_possible(context)), key=lambda o: places[o.name])

@@ -1,6 +1,6 @@
 """The offline proposer: a seeded search over rewrite operators that needs no library, no network and no LLM.
 
-First every operator is tried on the best genes so far, in the order of the prior; then parents are drawn from the best
+First every operator is tried on the best genes so far, the most promising first; then parents are drawn from the best
 few, operators by UCB on what they have gained, and pairs of parents are crossed. The same seed and the same verdicts
 give the same candidates, which is how an interrupted campaign is resumed.
 """
@@ -10,7 +10,7 @@ import random
 from dataclasses import dataclass, fields, replace
 
 from tkcc.agents.compose import Genes, canonical, compose
-from tkcc.agents.operators import OPERATORS, Operator
+from tkcc.agents.operators import Operator, by_promise
 from tkcc.agents.proposer import Context
 from tkcc.api.candidate import Candidate
 from tkcc.api.report import Outcome, Report
@@ -42,7 +42,7 @@ class OfflineProposer:
         self._start = Genes()
 
     def propose(self, context: Context) -> Candidate | None:
-        operators = [o for o in OPERATORS if o.is_possible(context)]
+        operators = by_promise(context)
         if self._untried is None:
             self._untried = list(operators)
             self._start = genes_of(context.incumbent)

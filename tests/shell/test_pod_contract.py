@@ -128,7 +128,8 @@ async def test_a_request_is_counted_listed_once_and_recorded(pod: Pod, http):
     assert request.ttft_s and request.tpot_s
     assert after.sample.prompt_tokens == before.sample.prompt_tokens + request.prompt_tokens
     assert (await read(http, pod, {after.series: after.next_seq})).requests == ()
-    [recording] = await Scraper(http, Scrape(timeout_s=10)).recordings([pod.address], LONG_AGO, 100)
+    scraper = Scraper(http, Scrape(timeout_s=10))
+    [recording] = [one async for one in scraper.recordings([pod.address], LONG_AGO, 100)]
     assert recording.source == "recorded" and recording.requests[-1].prompt_tokens == request.prompt_tokens
     last_ms = recording.started_at_ms + recording.requests[-1].arrival_ms
     assert abs(time.time() - last_ms / 1000) < 60

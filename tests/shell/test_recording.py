@@ -1,6 +1,9 @@
 """Recordings of several pods as one: real distances in time, bounded size."""
 
+from dataclasses import replace
 from datetime import UTC, datetime
+
+import pytest
 
 from tkcc.api.workload import RecordedRequest, Recording
 from tkcc.shell.recording import fitted, merged
@@ -67,3 +70,19 @@ def test_what_does_not_fit_is_cut_from_the_oldest():
     assert small.requests[-1].block_hashes == requests[-1].block_hashes
     assert small.started_at_ms + small.requests[-1].arrival_ms == T0_MS + requests[-1].arrival_ms
     assert fitted(full) is full
+
+
+def test_long_prompts_leave_room_for_fewer_requests(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tkcc.shell.recording.MAX_BLOCKS", 10)
+    whole = recording(T0_MS, [0, 1, 2, 3])
+    for blocks, kept in ((0, 4), (3, 3), (5, 2), (11, 1)):
+        requests = tuple(replace(request, block_hashes=tuple(range(blocks))) for request in whole.requests)
+        assert len(shape(merged([replace(whole, requests=requests)], None, 100))) == kept
+
+
+def test_pod_by_pod_is_the_same_as_all_at_once():
+    pods = [recording(T0_MS + 10 * pod, [0, 7, 40 + pod], tokens=pod) for pod in range(5)]
+    kept = None
+    for pod in pods:
+        kept = merged([*([kept] if kept else []), pod], None, 6)
+    assert kept == merged(pods, None, 6)

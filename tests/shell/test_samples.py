@@ -49,6 +49,18 @@ def test_the_reach_is_covered_and_not_exceeded(minutes: int):
     assert len(samples) <= reach(DRIFT) / DRIFT.tick * 2 + 2
 
 
+def test_many_series_are_spaced_wider_and_windows_stay_covered(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tkcc.shell.samples.MAX_SAMPLES", 100)
+    samples: tuple[MetricSample, ...] = ()
+    for minute in range(300):
+        new = [sample(minute, f"pod-{pod}/1", minute) for pod in range(10)]
+        samples = extend(samples, new, DRIFT, START + timedelta(minutes=minute))
+        assert len(samples) <= 100
+    for pod in range(10):
+        minutes = [(kept.at - START) / timedelta(minutes=1) for kept in samples if kept.series == f"pod-{pod}/1"]
+        assert minutes[0] <= 299 - DRIFT.windows.long / timedelta(minutes=1) and minutes[-1] == 299
+
+
 def test_a_dead_process_keeps_its_samples_until_no_window_reaches_them():
     samples = fed([0, 5, 10])
     samples = extend(samples, [sample(60, "b/2")], DRIFT, START + timedelta(minutes=60))

@@ -208,7 +208,7 @@ async def test_a_page_of_another_engine_is_an_error_that_says_what_was_expected(
 async def test_recordings_come_from_pods_that_record(pod, scraper):
     silent, recording = await pod(), await pod(is_recording=True)
     recording.serve_requests(4, prompt=50, cached=16)
-    found = await scraper.recordings([at(silent), at(recording)], datetime.fromtimestamp(0, UTC), 3)
+    found = [one async for one in scraper.recordings([at(silent), at(recording)], datetime.fromtimestamp(0, UTC), 3)]
     assert [len(item.requests) for item in found] == [3]
     assert found[0].started_at_ms > 0
 
@@ -219,3 +219,22 @@ async def test_a_pod_that_floods_is_an_error_not_the_operators_end(pod, scraper,
     monkeypatch.setattr("tkcc.shell.scrape.MAX_ANSWER_BYTES", 10_000)
     [reading] = await scraper.read([at(served)], "native", {}, NOW)
     assert "answered more than 10000 bytes" in reading.error
+
+
+async def test_of_a_recording_that_is_too_long_the_newest_requests_are_taken(pod, scraper, monkeypatch):
+    recording = await pod(is_recording=True)
+    for prompt in range(200):
+        recording.serve_requests(1, prompt=prompt)
+    monkeypatch.setattr("tkcc.shell.scrape.MAX_ANSWER_BYTES", 10_000)
+    [found] = [one async for one in scraper.recordings([at(recording)], datetime.fromtimestamp(0, UTC), 256)]
+    assert [request.prompt_tokens for request in found.requests] == list(range(136, 200))
+
+
+async def test_one_round_adds_the_newest_requests_of_a_pod(pod, scraper, monkeypatch):
+    served = await pod()
+    for prompt in range(5):
+        served.serve_requests(1, prompt=prompt)
+    monkeypatch.setattr("tkcc.shell.scrape.MAX_NEW", 2)
+    [reading] = await scraper.read([at(served)], "native", {}, NOW)
+    assert [request.prompt_tokens for request in reading.requests] == [3, 4]
+    assert reading.next_seq == 5

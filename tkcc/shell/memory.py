@@ -21,7 +21,8 @@ from tkcc.shell.samples import Samples
 from tkcc.shell.scrape import Reading
 from tkcc.shell.seen import ResultSeen
 
-MAX_REQUESTS = 20_000  # of all pods
+MAX_REQUESTS = 20_000  # of all pods of one object, half a kilobyte each
+MAX_REQUESTS_OF_ALL = 60_000
 REQUESTS_KEPT = timedelta(minutes=15)  # outside a rollout
 CHECKPOINT_EVERY = timedelta(seconds=10)
 WATCH_BREAK = timedelta(minutes=2)  # turns are due every 15 s, and after a failure within 60 s
@@ -36,6 +37,7 @@ class Memory:
     artifacts: Parsed[ArtifactSeen | None]
     samples: Samples = ()
     requests: tuple[RequestSample, ...] = ()
+    max_requests: int = MAX_REQUESTS
     cursors: dict[str, int] = field(default_factory=dict)  # series -> where its finished requests were read to
     is_restored: bool = False
     checkpoint_at: datetime | None = None
@@ -57,14 +59,14 @@ class Memory:
         if status.rollout and status.rollout.measured_since:
             since = min(since, status.rollout.measured_since)
         found = (*self.requests, *(request for reading in readings for request in reading.requests))
-        self.requests = newest_of_each(request for request in found if request.started_at >= since)
+        self.requests = newest_of_each((request for request in found if request.started_at >= since), self.max_requests)
         self.scrape_errors = tuple(reading.error for reading in readings if reading.error)
 
     def is_checkpoint_due(self, now: datetime) -> bool:
         return bool(self.samples) and (self.checkpoint_at is None or now - self.checkpoint_at >= CHECKPOINT_EVERY)
 
 
-def newest_of_each(requests: Iterable[RequestSample], most: int = MAX_REQUESTS) -> tuple[RequestSample, ...]:
+def newest_of_each(requests: Iterable[RequestSample], most: int) -> tuple[RequestSample, ...]:
     """The newest requests, as many of each pod: the verdict on a canary compares what is left of both sides, so neither
     the order in which pods are read nor a pod's loquacity may decide whose requests are forgotten."""
     by_pod: dict[str, list[RequestSample]] = {}

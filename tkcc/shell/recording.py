@@ -6,20 +6,23 @@ does not fit is cut from the oldest requests.
 
 import gzip
 import heapq
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime
+from itertools import accumulate
 
 from tkcc.api.codec import to_json
 from tkcc.api.workload import RecordedRequest, Recording
 
 MAX_PACKED_BYTES = 600_000  # base64 makes 800 kB of it; an object may have 1 MiB
+MAX_BLOCKS = 300_000  # hashes of prefix blocks, 40 bytes each in memory; a third of it already fills the packed bytes
 
 
 def merged(recordings: Sequence[Recording], until: datetime | None, max_requests: int) -> Recording | None:
-    """The newest requests that arrived by `until`, at most `max_requests`; None without any. Recordings with other
-    block sizes than the first are left out, because their hashes would not compare. One whose place in time is unknown
-    is taken to start with the earliest."""
+    """The newest requests that arrived by `until`, at most `max_requests` with at most MAX_BLOCKS; None without any.
+    Recordings with other block sizes than the first are left out, because their hashes would not compare. One whose
+    place in time is unknown is taken to start with the earliest."""
     recordings = [recording for recording in recordings if recording.requests]
     if not recordings:
         return None
@@ -30,6 +33,8 @@ def merged(recordings: Sequence[Recording], until: datetime | None, max_requests
     by_time = heapq.merge(*(_placed(recording, earliest_ms) for recording in recordings), key=lambda item: item[0])
     limit_ms = until.timestamp() * 1000 if until and known else float("inf")
     kept = [(at_ms, request) for at_ms, request in by_time if at_ms <= limit_ms][-max_requests:]
+    blocks = list(accumulate(len(request.block_hashes) for _, request in reversed(kept)))
+    kept = kept[-max(1, bisect_right(blocks, MAX_BLOCKS)) :]
     if not kept:
         return None
     start_ms = kept[0][0]

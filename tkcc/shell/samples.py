@@ -19,6 +19,7 @@ from tkcc.api.spec import DriftSpec
 
 Samples = tuple[MetricSample, ...]  # oldest first
 
+MAX_SAMPLES = 20_000  # some 12 MB in memory
 MAX_PACKED_BYTES = 600_000  # base64 makes 800 kB of it; an object may have 1 MiB
 _KEY = "samples.json.gz"
 
@@ -35,20 +36,23 @@ def reach(drift: DriftSpec) -> timedelta:
 
 def extend(samples: Samples, new: Iterable[MetricSample], drift: DriftSpec, now: datetime) -> Samples:
     """`samples` with `new` ones added and what is out of reach cut off. Of one series, a newest sample that is less
-    than a tick after the one before it gives way to the new one."""
+    than a tick after the one before it gives way to the new one; where so many would be too many, less than more."""
     by_series: dict[str, list[MetricSample]] = {}
     for sample in samples:
         by_series.setdefault(sample.series, []).append(sample)
+    new = list(new)
+    num_series = len(by_series.keys() | {sample.series for sample in new})
+    spacing = max(drift.tick, 2 * num_series * reach(drift) / MAX_SAMPLES)
     for sample in new:
         kept = by_series.setdefault(sample.series, [])
         if kept and sample.at <= kept[-1].at:
             continue  # a page that arrived late tells nothing new
-        if len(kept) >= 2 and sample.at - kept[-2].at < drift.tick:
+        if len(kept) >= 2 and sample.at - kept[-2].at < spacing:
             kept.pop()
         kept.append(sample)
     oldest = now - reach(drift)
     every = (sample for kept in by_series.values() for sample in kept if sample.at >= oldest)
-    return tuple(sorted(every, key=lambda sample: (sample.at, sample.series)))
+    return tuple(sorted(every, key=lambda sample: (sample.at, sample.series)))[-MAX_SAMPLES:]
 
 
 def pack(samples: Samples) -> dict[str, str]:

@@ -6,7 +6,7 @@ Nothing here fails as a whole: a pod that does not answer, or answers nonsense, 
 import asyncio
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
@@ -25,9 +25,10 @@ from tkcc.traffic.metrics_map import ENGINES, Signal
 log = logging.getLogger(__name__)
 
 MAX_REFUSAL_BYTES = 4096
-MAX_ANSWER_BYTES = 32_000_000
+MAX_ANSWER_BYTES = 8_000_000  # of JSON: some ten times that in memory, for a moment
 MAX_PAGE_BYTES = 2_000_000  # of metrics: reading them holds everything else up, some 0.2 s a megabyte
 CLOCK_ERROR = timedelta(seconds=2)  # of the header Date, which tells whole seconds
+MAX_NEW = 2_000  # finished requests of a pod that one round adds, its newest: after a restart all rings come at once
 MAX_CLOCK_LAG = timedelta(days=1)  # what is further off is no clock
 PLAIN = {"Accept-Encoding": "identity"}
 
@@ -69,6 +70,10 @@ class LoadingError(ValueError):
     """The pod has no model yet; the message says why, if it says."""
 
 
+class TooLongError(ValueError):
+    """An answer of more bytes than it may have."""
+
+
 class Scraper:
     def __init__(self, http: httpx.AsyncClient, settings: Scrape):
         self._http = http
@@ -86,18 +91,27 @@ class Scraper:
 
         return list(await asyncio.gather(*(one(pod) for pod in pods)))
 
-    async def recordings(self, pods: Sequence[PodAddress], since: datetime, max_requests: int) -> list[Recording]:
-        """Recorded requests of each pod that has any; pods that do not record or do not answer have none."""
-        path = f"/tkcc/recording?sinceMs={int(since.timestamp() * 1000)}&max={max_requests}"
-        found = []
-        for pod in pods:  # one by one: these answers are large
+    async def recordings(
+        self, pods: Sequence[PodAddress], since: datetime, max_requests: int
+    ) -> AsyncIterator[Recording]:
+        """Recorded requests of each pod that has any, pod by pod: they are large, so let go of one before the next.
+        Pods that do not record or do not answer have none."""
+        for pod in pods:
+            recording = await self._recording(pod, since, max_requests)
+            if recording and recording.requests:
+                yield recording
+
+    async def _recording(self, pod: PodAddress, since: datetime, max_requests: int) -> Recording | None:
+        """The newest requests, as many as fit into an answer."""
+        while max_requests:
+            path = f"/tkcc/recording?sinceMs={int(since.timestamp() * 1000)}&max={max_requests}"
             try:
-                recording = from_json(Recording, (await self._get(pod, path, MAX_ANSWER_BYTES)).body)
+                return from_json(Recording, (await self._get(pod, path, MAX_ANSWER_BYTES)).body)
+            except TooLongError:
+                max_requests //= 4
             except (httpx.HTTPError, ValueError):
-                continue
-            if recording.requests:
-                found.append(recording)
-        return found
+                break
+        return None
 
     async def _read_pod(self, pod: PodAddress, engine: str, cursors: Mapping[str, int], now: datetime) -> Reading:
         try:
@@ -118,7 +132,7 @@ class Scraper:
             info=info,
             sample=_sample(pod.pod, info, counts, now),
             requests_started=counts.get(Signal.REQUESTS_STARTED, 0),
-            requests=tuple(_request(pod.pod, info, request, ring) for request in finished.requests),
+            requests=tuple(_request(pod.pod, info, request, ring) for request in finished.requests[-MAX_NEW:]),
             next_seq=finished.next,
         )
 
@@ -155,7 +169,7 @@ async def bounded(response: httpx.Response, max_bytes: int) -> bytes:
     async for chunk in response.aiter_raw():
         body += chunk
         if len(body) > max_bytes:
-            raise ValueError(f"{response.url.path} answered more than {max_bytes} bytes")
+            raise TooLongError(f"{response.url.path} answered more than {max_bytes} bytes")
     return bytes(body)
 
 

@@ -22,15 +22,18 @@ class TrafficTaker:
     def __init__(self, cluster: Cluster, scraper: Scraper):
         self._cluster = cluster
         self._scraper = scraper
+        self._taking = asyncio.Lock()  # one at a time: what is taken is the largest that the operator ever holds
         self._making: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def take(self, namespace: str, spec: RunSpec) -> Recording | None:
         """What the pods recorded since the window began; None where they record nothing."""
         labels = {DEPLOYMENT_LABEL: spec.deployment, COMPONENT_LABEL: SERVING}
         pods = addresses(await self._cluster.list(POD, namespace, labels))
-        recordings = await self._scraper.recordings(pods, recorded_since(spec), MAX_REQUESTS)
-        recording = merged(recordings, spec.window_end, MAX_REQUESTS)
-        return fitted(recording) if recording else None
+        kept: Recording | None = None
+        async with self._taking:
+            async for recording in self._scraper.recordings(pods, recorded_since(spec), MAX_REQUESTS):
+                kept = merged([*([kept] if kept else []), recording], spec.window_end, MAX_REQUESTS)
+        return fitted(kept) if kept else None
 
     def making(self, namespace: str, run: str) -> asyncio.Lock:
         """Held while a run and its traffic are made: the run's own turn would take another recording, and race."""

@@ -27,7 +27,7 @@ from tkcc.shell.apply import Applier
 from tkcc.shell.artifacts import Artifacts
 from tkcc.shell.configmaps import Parsed
 from tkcc.shell.drive import Key
-from tkcc.shell.memory import Memory
+from tkcc.shell.memory import MAX_REQUESTS, MAX_REQUESTS_OF_ALL, Memory
 from tkcc.shell.metrics import Metrics
 from tkcc.shell.observe import ArtifactParser, Observer
 from tkcc.shell.own import Own
@@ -130,6 +130,7 @@ class DeploymentTurns:
                 artifacts=Parsed(self._cluster, ArtifactParser(owner.uid)),
             )
             self._memories[key] = (owner.uid, memory)
+        memory.max_requests = min(MAX_REQUESTS, MAX_REQUESTS_OF_ALL // len(self._memories))
         return memory
 
     async def _tell(self, obj: JsonObject, actions: Iterable[object]) -> None:

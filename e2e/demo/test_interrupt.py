@@ -48,16 +48,16 @@ def _lines(process: "subprocess.Popen[str]", deadline_s: float) -> Iterator[str]
 
 @pytest.mark.parametrize("moment", ["start cluster demo ...", "kubectl apply"])
 def test_an_interrupt_leaves_nothing_running(moment: str) -> None:
-    process = _start()
-    seen = []
-    for line in _lines(process, 600):
-        seen.append(line)
-        if moment in line:
-            process.send_signal(signal.SIGINT)
-            break
-    assert process.stdout
-    rest = process.stdout.read()
-    assert process.wait(120) == 130, "".join(seen[-20:]) + rest
+    with _start() as process:
+        seen = []
+        for line in _lines(process, 600):
+            seen.append(line)
+            if moment in line:
+                process.send_signal(signal.SIGINT)
+                break
+        assert process.stdout
+        rest = process.stdout.read()
+        assert process.wait(120) == 130, "".join(seen[-20:]) + rest
     assert "nothing is left running" in rest and "Traceback" not in rest
     assert CLUSTER_NAME not in running()
     assert [one.pid for one in marked(ClusterName(CLUSTER_NAME))] == []
@@ -72,9 +72,9 @@ def test_a_given_cluster_is_used_and_goes_on_afterwards() -> None:
             "TKCC_IMAGES": ",".join(f"{part}={reference}" for part, reference in built.items()),
             "TKCC_TORCH_PATH": sysconfig.get_path("purelib"),
         }
-        process = _start(**environment)
-        lines = list(_lines(process, 1500))
-        assert process.wait(30) == 0, "".join(lines[-40:])
+        with _start(**environment) as process:
+            lines = list(_lines(process, 1500))
+            assert process.wait(30) == 0, "".join(lines[-40:])
         assert not any("start cluster" in line for line in lines)
         assert json.loads((OUT / "report.json").read_text())["promoted"] is True
         assert "smollm2" in cluster.kubectl("get", "infdep", "-A")

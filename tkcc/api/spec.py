@@ -223,7 +223,7 @@ class ProposerSpec:
 @dataclass(frozen=True, config=BORDER)
 class AcceptanceSpec:
     min_gain_milli: int = Field(
-        default=5, ge=0, le=1000, description="Least gain per output token worth a rollout, in thousandths."
+        default=5, ge=0, le=999, description="Least share of the time per token saved worth a rollout, thousandths."
     )
 
 

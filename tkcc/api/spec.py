@@ -187,11 +187,14 @@ class BudgetSpec:
     max_duration: Duration = Field(
         default=timedelta(hours=1),
         validate_default=True,
-        description="A run ends by then, with what it has.",
+        description="A run begins no judgement after this; it is ended 8 minutes later.",
         json_schema_extra=cel(("duration(self) >= duration('1s')", "budget.maxDuration must be 1s or more")),
     )
     max_candidates: int = Field(
-        default=1000, ge=1, le=100_000, description="What a run proposes at most; the best of it is decided on."
+        default=1000,
+        ge=1,
+        le=100_000,
+        description="What a run proposes at most; 12 in a row that are no better end the search, too.",
     )
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from tkcc.api.condition import ConditionStatus, ConditionType, find_condition
 from tkcc.api.fields import BASELINE
 from tkcc.api.spec import Approval, Mode
 from tkcc.api.status import Plan, Revision, Source, Status
@@ -20,7 +21,6 @@ from tkcc.control.turn import (
     live_pods,
     next_try,
     revision_of,
-    serves,
 )
 
 Turned = tuple[Status, tuple[Action, ...]]
@@ -118,11 +118,20 @@ def reason_to_wait(turn: Turn, status: Status, candidate: Revision) -> tuple[str
 
 
 def _is_way_out(turn: Turn, status: Status, candidate: Revision) -> bool:
-    """Somebody names what served before, while stable pods are missing or do not say what they run: a canary would have
+    """Somebody names what served before, while stable cannot be whole or has not been for a while: a canary would have
     no whole cohort beside it, and may find no room."""
-    before = {BASELINE, status.previous.artifact if status.previous else BASELINE}
-    sound = [p for p in live_pods(turn.seen.stable) if p.is_ready and serves(p, status.stable.artifact)]
-    return candidate.source is Source.MANUAL and candidate.artifact in before and len(sound) < turn.spec.replicas
+    if candidate.source is not Source.MANUAL or candidate.artifact not in (BASELINE, _previous(status)):
+        return False
+    if is_whole(turn.seen.stable, status.stable.artifact, turn.spec.replicas):
+        return False
+    told = find_condition(status.conditions, ConditionType.CANDIDATE_AVAILABLE)
+    since = told.last_transition_time if told and told.status is ConditionStatus.TRUE else None
+    is_late = since is not None and turn.now > turn.deadline(since, turn.spec.rollout.warmup_timeout)
+    return is_late or any(pod.trouble for pod in live_pods(turn.seen.stable))
+
+
+def _previous(status: Status) -> str:
+    return status.previous.artifact if status.previous else BASELINE
 
 
 def _has_traffic(turn: Turn) -> bool:

@@ -40,6 +40,11 @@ class PodSeen:
     is_terminating: bool = False
     has_ended: bool = False  # phase Failed or Succeeded: evicted or rejected, and replaced by its Deployment
 
+    @property
+    def trouble(self) -> str:
+        """What keeps it from being ready, if it says so."""
+        return "" if self.is_ready else self.load_error or self.waiting_reason or self.unschedulable
+
 
 @dataclass(frozen=True)
 class ServingSeen:

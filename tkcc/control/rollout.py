@@ -433,9 +433,8 @@ def _pod_troubles(turn: Turn) -> str:
     troubles = []
     for serving in (turn.seen.canary, turn.seen.stable):
         for pod in live_pods(serving):
-            trouble = pod.load_error or pod.waiting_reason or pod.unschedulable
-            if not pod.is_ready and trouble:
-                troubles.append(f"{pod.name}: {trouble}")
+            if pod.trouble:
+                troubles.append(f"{pod.name}: {pod.trouble}")
             elif pod.is_ready and pod.artifact_digest and not serves(pod, pod.template_artifact):
                 troubles.append(f"{pod.name} reports artifact {short_name(pod.artifact_digest)}")
     return f" ({'; '.join(troubles[:3])})" if troubles else ""

@@ -54,9 +54,7 @@ def test_a_pod_that_was_replaced_between_two_looks_begins_the_measurement_anew(s
 
 
 @pytest.mark.parametrize("lost", [1, 4], ids=["one pod", "all pods"])
-@pytest.mark.parametrize(
-    "behaviour, minutes", [(Behaviour(crashes=True), 2), (Behaviour(starts=False), 5)], ids=["crashes", "hangs"]
-)
+@pytest.mark.parametrize("how, minutes", [({"crashes": True}, 2), ({"starts": False}, 5)], ids=["crashes", "hangs"])
 @pytest.mark.parametrize("back", ["baseline", "previous"])
 def test_the_way_back_is_open_while_stable_is_broken(story, names, back, how, minutes, lost):
     """It cannot be whole any more, and nothing is left to compare a canary with."""

@@ -249,6 +249,22 @@ async def test_a_wrong_canary_never_gets_traffic(world: World, kubelet):
     assert (await world.condition("RolloutHealthy")).reason == "CorrectnessRegressed"
 
 
+async def test_a_canary_that_answers_nonsense_once_it_has_traffic_loses_it_by_the_deadline(world: World, kubelet):
+    digest = await world.artifact("def build(): ...\n")
+    rollout = {**QUICK["rollout"], "stepDeadline": "4s", "artifact": digest}
+    await world.apply(replicas=2, **QUICK)
+    await world.until(lambda status: status.ready_replicas == 2)
+    async with Traffic(world.admin, world.namespace, kubelet, prompt=100):
+        await world.apply(replicas=2, **{**QUICK, "rollout": rollout})
+        await world.until(lambda status: status.rollout is not None and status.rollout.observed_weight == 50)
+        [canary] = kubelet.of_role("canary")
+        page = "# TYPE tkcc_engine_requests_started counter\ntkcc_engine_requests_started_total 1e40\n"
+        canary.lies = {"/metrics": page, "/tkcc/requests": '{"next": 1, "requests": [{"startedAtMs": 1e15}]}'}
+        status = await world.until(lambda status: status.phase is Phase.ROLLING_BACK)
+        assert status.rollout and status.rollout.abort_reason == "AnalysisInconclusive"
+        await world.until(lambda status: status.phase is Phase.SERVING and status.ready_replicas == 2)
+
+
 async def test_an_artifact_that_is_not_what_it_claims_is_never_mounted(world: World):
     digest = await world.artifact("def build(): ...\n")
     name = f"tkcc-artifact-{digest[:16]}"

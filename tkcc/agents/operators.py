@@ -134,7 +134,7 @@ OPERATORS: tuple[Operator, ...] = (
 )
 
 
-LATER = 2.5  # places, for an operator of the lighter phase
+LATER = 1.5  # places, for an operator of the lighter phase
 
 
 def by_promise(context: Context) -> list[Operator]:

@@ -3,6 +3,7 @@
 import base64
 import json
 import ssl
+import time
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -12,6 +13,8 @@ import httpx
 from tkcc.kube.resources import Kind
 
 JsonObject = dict[str, Any]
+
+AWAY_S = 30.0
 
 
 class ApiAway(Exception):
@@ -43,6 +46,17 @@ class Api:
         return found["items"] if found else []
 
     def _read(self, path: str) -> JsonObject | None:
+        """Another story may restart the API server at any time: that is waited for."""
+        until_s = time.monotonic() + AWAY_S
+        while True:
+            try:
+                return self._read_once(path)
+            except ApiAway:
+                if time.monotonic() > until_s:
+                    raise
+                time.sleep(0.5)
+
+    def _read_once(self, path: str) -> JsonObject | None:
         try:
             answer = self._http.get(path)
         except httpx.TransportError as err:

@@ -6,9 +6,9 @@ from e2e.stories.client import Mix
 from e2e.stories.stage import Stage
 from e2e.stories.subject import SCRIPT, Subject, deploy
 from e2e.stories.telling import Story
-from tkcc.api.condition import Condition, ConditionType
+from tkcc.api.condition import Condition, ConditionType, find_condition
 from tkcc.api.run import RunOutcome, Trigger
-from tkcc.api.status import Phase
+from tkcc.api.status import Phase, Status
 
 A = Mix(prompt_tokens=(40, 90), shared_tokens=32, per_second=6.0)
 B = Mix(prompt_tokens=(150, 230), shared_tokens=32, per_second=6.0)
@@ -96,8 +96,13 @@ def test_an_idle_deployment_is_deleted_with_all_that_it_owns(subject: Subject) -
 
 def _held(subject: Subject, reason: str) -> Condition:
     """A run is wanted and does not start, for this reason, for a while."""
-    held = subject.until_condition(ConditionType.RECOMPILING, "False", reason, DRIFT_S)
-    assert "a run is wanted and does not start" in held.message
+
+    def says_so(now: Status) -> Condition | None:
+        found = find_condition(now.conditions, ConditionType.RECOMPILING)
+        is_held = found and (found.status, found.reason) == ("False", reason)
+        return found if found and is_held and "a run is wanted and does not start" in found.message else None
+
+    held = subject.until(f"a run is held, {reason}", says_so, DRIFT_S)
     before = _runs(subject)
     subject.stays("no run starts", lambda now: now.phase is Phase.SERVING and _runs(subject) == before, for_s=6)
     return held

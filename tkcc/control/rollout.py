@@ -72,15 +72,7 @@ def rollout_digest(spec: Spec) -> str:
 
 def begin(turn: Turn, status: Status, candidate: Revision) -> Turned:
     steps = steps_of(turn.spec)
-    rollout = RolloutStatus(
-        artifact=candidate.artifact,
-        source=candidate.source,
-        spec_digest=rollout_digest(turn.spec),
-        started_at=turn.now,
-        step_since=turn.now,
-        total_steps=len(steps),
-        observed_weight=0,
-    )
+    rollout = replace(_started(turn, candidate), total_steps=len(steps), observed_weight=0)
     weights = ", ".join(f"{step.weight_pct} %" for step in steps)
     text = f"{candidate.name} ({candidate.source.value}) warms up on {steps[0].pods} pods; steps {weights}"
     status = replace(status, phase=Phase.WARMING, candidate=candidate, rollout=rollout)
@@ -89,16 +81,19 @@ def begin(turn: Turn, status: Status, candidate: Revision) -> Turned:
 
 def go_back(turn: Turn, status: Status, candidate: Revision) -> Turned:
     """A rollout without a canary: the stable pods take over what served before."""
-    rollout = RolloutStatus(
+    text = f"{candidate.name} takes over without a canary: not all {turn.spec.replicas} stable pods are ready"
+    status = replace(status, phase=Phase.PROMOTING, candidate=candidate, rollout=_started(turn, candidate))
+    return status, (EmitEvent(EventType.NORMAL, "RollbackStarted", text),)
+
+
+def _started(turn: Turn, candidate: Revision) -> RolloutStatus:
+    return RolloutStatus(
         artifact=candidate.artifact,
         source=candidate.source,
         spec_digest=rollout_digest(turn.spec),
         started_at=turn.now,
         step_since=turn.now,
     )
-    text = f"{candidate.name} takes over without a canary: not all {turn.spec.replicas} stable pods are ready"
-    status = replace(status, phase=Phase.PROMOTING, candidate=candidate, rollout=rollout)
-    return status, (EmitEvent(EventType.NORMAL, "RollbackStarted", text),)
 
 
 # --- one turn of each phase -----------------------------------------------------------------------------------------
